@@ -7,16 +7,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from small_transformers import attending, build, distance, first_layer, padded, text
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV4Config,
-    LlamaConfig,
-    MistralLarge4Config,
-    MistralLarge4ForConditionalGeneration,
-    PixtralVisionConfig,
-)
+from transformers import DeepseekV4Config, LlamaConfig
 
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.transformers import SERVED, LatentCache, models
@@ -24,20 +18,6 @@ from xmla.transformers import SERVED, LatentCache, models
 # transformers warns of its own deprecations.
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.slow]
 
-LAYERS = 3
-SIZES: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 512, "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "index_n_heads": 4, "index_head_dim": 128,
-    "index_topk": 16, "pad_token_id": 0, "eos_token_id": None, "bos_token_id": None, "initializer_range": 0.1,
-}  # fmt: skip
-DENSE = {"mlp_layer_types": ["dense"] * LAYERS}
-OF_TYPE: dict[str, dict[str, Any]] = {
-    "deepseek_v32": {"q_lora_rank": 32, "first_k_dense_replace": LAYERS},
-    "glm_moe_dsa": {"q_lora_rank": 32, "indexer_types": ["full", "shared", "full"]} | DENSE,
-    "hy_v4": {"q_lora_rank": 32, "indexer_types": ["full", "full", "shared"]} | DENSE,
-    "mistral_large4_text": {"no_rope_layers": [1, 0, 1], "indexer_types": ["full"] * LAYERS} | DENSE,
-}
 TOKENS = 41
 # Of a config with an indexer: selected blocks of grouped-query attention, no indices given to attention, other latents.
 REFUSED = (
@@ -45,56 +25,9 @@ REFUSED = (
 )  # fmt: skip
 
 
-def build(kind: str, device: str, **changes: Any) -> Any:
-    """A small random model in bfloat16."""
-    torch.manual_seed(0)
-    config = transformers.CONFIG_MAPPING[kind](**SIZES | OF_TYPE[kind] | changes)
-    if kind == "mistral_large4_text":  # whose class has a part for pictures
-        seeing = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-        config = MistralLarge4Config(
-            text_config=config.to_dict(), vision_config=PixtralVisionConfig(**seeing).to_dict()
-        )
-        return attending(
-            MistralLarge4ForConditionalGeneration._from_config(config, dtype=torch.bfloat16).to(device).eval()
-        )
-    return attending(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(device).eval())
-
-
-def attending(model: Any, implementation: str = "xmla") -> Any:
-    """The model with another attention of its text."""
-    parts = {"text_config": implementation}
-    model.set_attn_implementation(parts if "text_config" in model.config.sub_configs else implementation)
-    return model
-
-
-def first_layer(model: Any) -> Any:
-    return next(module for name, module in model.named_modules() if name.endswith("layers.0.self_attn"))
-
-
-def text(device: str, sequences: int = 2, tokens: int = TOKENS) -> torch.Tensor:
-    return torch.randint(1, SIZES["vocab_size"], (sequences, tokens), device=device)
-
-
 def logits(model: Any, implementation: str, tokens: torch.Tensor, **given: Any) -> torch.Tensor:
     with torch.no_grad():
         return attending(model, implementation)(tokens, **given).logits.float()
-
-
-def padded(tokens: torch.Tensor, how: str) -> dict[str, Any]:
-    """A mask, or positions, of sequences of which the first is shorter, or two."""
-    mask, length = torch.ones_like(tokens), tokens.shape[1]
-    if how == "left":
-        mask[0, :9] = 0
-    elif how == "right":
-        mask[0, -9:] = 0
-    elif how == "packed":
-        place = torch.arange(length, device=tokens.device)
-        return {"position_ids": torch.where(place < 23, place, place - 23).expand_as(tokens), "use_cache": False}
-    return {"attention_mask": mask} if how != "none" else {}
-
-
-def distance(a: torch.Tensor, b: torch.Tensor, where: torch.Tensor) -> float:
-    return float((a - b)[where].norm() / b[where].norm())
 
 
 @pytest.mark.parametrize("how", ["none", "left", "right", "packed"])

@@ -7,16 +7,17 @@
 Importing this package makes the name known. Models of `SERVED` then select keys by `indexer_scores` and `select_topk`
 and attend by `sparse_mla`, over the latents as they are cached: neither scores of all indexer heads, nor keys and
 values of all heads, nor a mask of tokens by keys are made. Other models are refused by name when they are called.
-`LatentCache` holds latents as the kernels read them, in 16 bits or fp8.
+`LatentCache` holds latents as the kernels read them, in 16 bits or fp8. `IndexerLoss` trains the indexers.
 """
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from xmla.transformers.attention import attend
 from xmla.transformers.cache import LatentCache
+from xmla.transformers.learning import IndexerLoss
 from xmla.transformers.models import NAME, SERVED, mask, serve
 
-__all__ = ["NAME", "SERVED", "LatentCache"]
+__all__ = ["NAME", "SERVED", "IndexerLoss", "LatentCache"]
 
 AttentionInterface.register(NAME, attend)
 AttentionMaskInterface.register(NAME, mask)

@@ -6,6 +6,7 @@ import torch
 
 from xmla import torch_api as xt
 from xmla.core.errors import UnsupportedError
+from xmla.transformers.learning import IndexerLoss
 
 
 def latents(kv_nope: torch.Tensor, k_rot: torch.Tensor) -> torch.Tensor:
@@ -25,7 +26,7 @@ def latents(kv_nope: torch.Tensor, k_rot: torch.Tensor) -> torch.Tensor:
 def attend(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
     scaling: float, dropout: float = 0.0, indices: torch.Tensor | None = None, s_aux: torch.Tensor | None = None,
-    **others: Any,
+    indexer_loss: IndexerLoss | None = None, **others: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Multi-head latent attention of queries [B, H, S, ·] to the keys `indices` [B, S, K]: out [B, S, H, V].
 
@@ -55,8 +56,14 @@ def attend(
         first = torch.arange(batch, dtype=torch.int32, device=q.device)[:, None, None] * apart
         slots = torch.where(indices < 0, -1, indices + first)
     sink = None if s_aux is None else s_aux.float()
-    out, _ = xt.sparse_mla(q, rows, slots.flatten(0, 1), sink=sink, softmax_scale=float(scaling))
-    return torch.einsum("bshl,hvl->bshv", out.unflatten(0, (batch, queries)).to(up_value.dtype), up_value), None
+    slots, scale = slots.flatten(0, 1), float(scaling)
+    latent, lse = xt.sparse_mla(q, rows, slots, sink=sink, softmax_scale=scale)
+    out = torch.einsum("bshl,hvl->bshv", latent.unflatten(0, (batch, queries)).to(up_value.dtype), up_value)
+    if indexer_loss is None:
+        return out, None
+    if sink is not None:
+        lse = torch.logaddexp(lse, sink)  # a head's probabilities are its share of the sum over heads
+    return indexer_loss.joined(module, out, q, rows, slots, lse, scale), None
 
 
 def _pool(rows: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
-from xmla.core.errors import UnsupportedError
+from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.transformers.attention import latents
 from xmla.transformers.cache import LatentCache
+from xmla.transformers.learning import ASKED, IndexerLoss
 from xmla.transformers.masks import Visible, part, visible
 from xmla.transformers.selection import Projected, select
 
@@ -117,7 +119,11 @@ def serve() -> None:
 
 
 def _attention(own: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward of many queries in parts, one after another, where no gradient is recorded."""
+    """A forward that knows the pass's `indexer_loss`; of many queries in parts where no gradient is recorded.
+
+    Raises:
+        ArgumentError: `indexer_loss` is something else.
+    """
     parameters = signature(own)
 
     @wraps(own)
@@ -126,7 +132,18 @@ def _attention(own: Callable[..., Any]) -> Callable[..., Any]:
         whole = dict(bound.arguments)
         x = whole["hidden_states"]
         queries = x.shape[1]
-        if self.config._attn_implementation != NAME or torch.is_grad_enabled() or queries <= AT_ONCE:
+        losses = whole.get("kwargs", {}).get("indexer_loss")
+        if self.config._attn_implementation != NAME:
+            return own(self, *args, **kwargs)
+        if losses is not None:
+            if not isinstance(losses, IndexerLoss):
+                raise ArgumentError(f"indexer_loss: is {type(losses).__name__}, expected IndexerLoss")
+            asked = ASKED.set(losses)
+            try:
+                return own(self, *args, **kwargs)
+            finally:
+                ASKED.reset(asked)
+        if torch.is_grad_enabled() or queries <= AT_ONCE:
             return own(self, *args, **kwargs)
         if whole.get("cache") is None:
             bound.arguments["cache"] = LatentCache(self.config)
@@ -167,15 +184,28 @@ def _indexer(own: Callable[..., Any], project: Callable[..., Projected]) -> Call
     parameters = signature(own)
 
     @wraps(own)
-    @torch.no_grad()
     def forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.config._attn_implementation != NAME:
             return own(self, *args, **kwargs)
         arguments = parameters.bind(self, *args, **kwargs).arguments
-        query, keys, weights = project(self, arguments)
+        losses = ASKED.get()
+        read = tree_map_only(torch.Tensor, torch.Tensor.detach, dict(arguments))
+        with torch.set_grad_enabled(losses is not None and torch.is_grad_enabled()):
+            projected = project(self, read)
+        keys = projected.keys.detach()
         if arguments.get("cache") is not None:
             keys = arguments["cache"].update_indexer(keys, self.layer_idx)
-        seen = Visible.of(arguments["attention_mask"], query.shape[1], keys.shape[1])
-        return select(Projected(query, keys, weights), seen, self.index_topk)
+        queries, length = projected.query.shape[1], keys.shape[1]
+        seen = Visible.of(arguments["attention_mask"], queries, length)
+        if losses is not None:
+            if length != queries:
+                raise UnsupportedError(
+                    f"indexer_loss: {queries} tokens have {length} keys of a cache, supported: their own; pass "
+                    "use_cache=False"
+                )
+            losses.keep(self, projected, seen)
+        with torch.no_grad():
+            k = length if losses is not None and losses.dense else self.index_topk
+            return select(projected._replace(keys=keys), seen, k)
 
     return forward

@@ -1,0 +1,159 @@
+"""The indexers' loss of transformers' models: `IndexerLoss` beside the model's own attention."""
+
+import copy
+import re
+from inspect import signature
+from typing import Any
+
+import pytest
+import torch
+from small_transformers import attending, build, distance, first_layer, padded, text
+from torch.utils._pytree import tree_map_only
+
+from xmla.core.errors import ArgumentError, UnsupportedError
+from xmla.transformers import IndexerLoss, LatentCache, models
+
+# transformers warns of its own deprecations.
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.slow]
+
+TOKENS = 26
+
+
+def attentions(model: Any) -> list[Any]:
+    return [module for name, module in model.named_modules() if re.search(r"layers\.\d+\.self_attn$", name)]
+
+
+def recorded(model: Any, tokens: torch.Tensor, **given: Any) -> tuple[Any, dict[int, torch.Tensor]]:
+    """The results of a pass, and what each layer's indexer selected."""
+    selected: dict[int, torch.Tensor] = {}
+    hooks = [
+        each.indexer.register_forward_hook(lambda indexer, _, result: selected.update({indexer.layer_idx: result}))
+        for each in attentions(model)
+        if each.indexer is not None
+    ]
+    out = model(tokens, **given)
+    for hook in hooks:
+        hook.remove()
+    return out, selected
+
+
+def eager_losses(
+    model: Any, kind: str, tokens: torch.Tensor, selected: dict[int, torch.Tensor], given: dict[str, Any]
+) -> dict[int, torch.Tensor]:
+    """Each layer's loss, of attention's own probabilities at given keys and of scores by PyTorch's operations."""
+    losses: dict[int, torch.Tensor] = {}
+    asked: dict[int, dict[str, Any]] = {}
+    real = given.get("attention_mask", torch.ones_like(tokens)).bool()
+
+    def select(indexer: Any, args: Any, kwargs: Any, result: torch.Tensor) -> torch.Tensor:
+        bound = signature(type(indexer).forward).bind(indexer, *args, **kwargs).arguments
+        asked[indexer.layer_idx] = tree_map_only(torch.Tensor, torch.Tensor.detach, dict(bound))
+        keys = selected[indexer.layer_idx]
+        return torch.where(keys < 0, keys[..., :1].clamp(min=0), keys)  # a key twice, where there are fewer
+
+    def note(module: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if module.indexer is None:
+            return
+        keys = selected[module.layer_idx].long()
+        index_q, index_k, weights = models._CLASSES[kind][2](module.indexer, asked[module.layer_idx])
+        scores = torch.einsum("bsid,bnd->bsin", index_q.float(), index_k.float()).relu()
+        scores = torch.einsum("bsin,bsi->bsn", scores, weights)
+        chosen = torch.zeros(*scores.shape[:2], scores.shape[2] + 1, dtype=torch.bool, device=keys.device)
+        chosen = chosen.scatter(2, keys.where(keys >= 0, scores.shape[2]), True)[..., :-1]
+        logs = scores.masked_fill(~chosen, -torch.inf).log_softmax(-1).masked_fill(~chosen, 0)
+        target = result[1].detach().float().sum(1) * chosen
+        target = target / target.sum(-1, keepdim=True).clamp(min=1e-30)
+        each = (torch.special.xlogy(target, target) - target * logs).sum(-1)
+        losses[module.layer_idx] = each[real].sum() / real.sum()
+
+    for each in attentions(model):
+        each.register_forward_hook(note, with_kwargs=True)
+        if each.indexer is not None:
+            each.indexer.register_forward_hook(select, with_kwargs=True)
+    model(tokens, **given)
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "dense"),
+    [("deepseek_v32", "none", False), ("deepseek_v32", "left", True), ("glm_moe_dsa", "packed", False),
+     ("hy_v4", "right", False), ("mistral_large4_text", "left", False)],
+)  # fmt: skip
+def test_losses_and_gradients_are_those_of_eager_attention(kind: str, how: str, dense: bool, device: str) -> None:
+    """At the keys that xmla selected; only indexers learn from them, and padding does not count."""
+    model, tokens = build(kind, device), text(device, 2, TOKENS)
+    given = {"use_cache": False} | padded(tokens, how)
+    eager = attending(copy.deepcopy(model), "eager")
+    losses = IndexerLoss(dense)
+    out, selected = recorded(model, tokens, labels=tokens, indexer_loss=losses, **given)
+    assert all(keys.shape[-1] == (TOKENS if dense else 16) for keys in selected.values())
+    total = losses.added_to(0 * out.loss, 0.5)
+    total.backward()
+    expected = eager_losses(eager, kind, tokens, selected, given)
+    assert losses.layers.keys() == expected.keys()
+    for layer, loss in expected.items():
+        assert float(losses.layers[layer]) == pytest.approx(loss.item(), rel=0.03), layer
+    assert float(total.detach()) == pytest.approx(0.5 * sum(map(float, losses.layers.values())), rel=1e-6)
+    (0.5 * torch.stack([*expected.values()]).sum()).backward()
+    for (name, ours), theirs in zip(model.named_parameters(), eager.parameters(), strict=True):
+        if ".indexer." in name:
+            # Behind the first layer hidden states are rounded otherwise, which turns ReLUs on and off.
+            everything, bound = torch.ones_like(theirs).bool(), 0.02 if ".layers.0." in name else 0.25
+            assert distance(ours.grad.float(), theirs.grad.float(), everything) < bound, name
+        else:
+            assert theirs.grad is None and (ours.grad is None or not ours.grad.any()), name
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_has_the_same_bits(reentrant: bool, device: str) -> None:
+    """Layers that are computed again in the backward pass."""
+    model, tokens = build("glm_moe_dsa", device).train(), text(device, 1, TOKENS)
+    runs = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.zero_grad()
+        losses = IndexerLoss()
+        out = model(tokens, labels=tokens, use_cache=False, indexer_loss=losses)
+        losses.added_to(out.loss).backward()
+        runs.append([*losses.layers.values(), *(each.grad for each in model.parameters())])
+    assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
+
+
+def test_evaluation_has_the_loss_without_gradients(device: str) -> None:
+    model, tokens = build("deepseek_v32", device), text(device, 1, TOKENS)
+    totals = []
+    for grads in (True, False):
+        losses = IndexerLoss()
+        with torch.set_grad_enabled(grads):
+            out = model(tokens, labels=tokens, use_cache=False, indexer_loss=losses)
+        totals.append(losses.added_to(out.loss))
+    assert torch.equal(*totals) and not totals[1].requires_grad
+
+
+def test_what_has_no_loss_is_refused(device: str) -> None:
+    model, tokens = build("deepseek_v32", device), text(device, 1, 8)
+    with pytest.raises(ArgumentError, match=r"indexer_loss: is bool, expected IndexerLoss"):
+        model(tokens, use_cache=False, indexer_loss=True)
+    losses = IndexerLoss()
+    with pytest.raises(ArgumentError, match="no layer has a loss, expected after model"):
+        losses.added_to(attending(model, "eager")(tokens, labels=tokens, indexer_loss=losses).loss)
+    attending(model)
+    out = model(tokens, labels=tokens, use_cache=False, indexer_loss=losses)
+    with pytest.raises(ArgumentError, match="given to two passes, expected a new IndexerLoss for each"):
+        model(tokens, use_cache=False, indexer_loss=losses)
+    with pytest.raises(ArgumentError, match=r"loss has shape \(1, 8, 64\), expected one number"):
+        losses.added_to(out.logits)
+    with pytest.raises(ArgumentError, match=r"the backward pass is of another loss than IndexerLoss\.added_to gives"):
+        out.loss.backward(retain_graph=True)
+    losses.added_to(out.loss)
+    with pytest.raises(ArgumentError, match="called twice, expected a new IndexerLoss for each pass"):
+        losses.added_to(out.loss)
+    with torch.no_grad():
+        cache = model(tokens, cache=LatentCache(model.config)).cache
+    of_cache = "4 tokens have 12 keys of a cache, supported: their own; pass use_cache=False"
+    with pytest.raises(UnsupportedError, match=of_cache), torch.no_grad():
+        model(tokens[:, :4], cache=cache, indexer_loss=IndexerLoss())
+    first_layer(model).num_heads = 8
+    with pytest.raises(UnsupportedError, match=r"indexer_loss: this rank has 4 of 8 heads, supported: all"):
+        model(tokens, use_cache=False, indexer_loss=IndexerLoss())

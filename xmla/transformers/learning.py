@@ -1,0 +1,152 @@
+"""The loss that trains the indexers of a model: `model(…, indexer_loss=IndexerLoss())`."""
+
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from xmla import torch_api as xt
+from xmla.core.errors import ArgumentError, UnsupportedError
+from xmla.transformers.masks import Visible
+from xmla.transformers.selection import Projected
+
+# Factor of losses and gradients until they are multiplied by the number of tokens: an average's gradients are mostly 0
+# in float16. Constant, since `indexer_loss` compiles kernels for each coeff.
+UNIT = 2.0**12
+
+
+class _Selection(NamedTuple):
+    """What an indexer made of a layer's tokens, for the layer's attention."""
+
+    projected: Projected
+    real: torch.Tensor  # [B, S] bool, tokens that are no padding
+
+
+@dataclass(eq=False)
+class IndexerLoss:
+    """The loss of a model's indexers in one forward pass, which trains them and nothing else.
+
+        losses = IndexerLoss()
+        out = model(tokens, labels=tokens, use_cache=False, indexer_loss=losses)
+        losses.added_to(out.loss).backward()
+
+    A layer's is KL(attention's probabilities, summed over heads ‖ softmax of the indexer's scores) over the keys that
+    each token attends to, the mean over tokens that are no padding. Attention and what the indexer reads are constants
+    in it. Layers that share a selection have none.
+
+    Args:
+        dense: Attend to all keys that a token sees, as in the indexer's warm-up, instead of the selected ones.
+
+    Attributes:
+        layers: Of each layer that has an indexer, by its number, the loss [] float32, without a gradient.
+    """
+
+    dense: bool = False
+    layers: dict[int, torch.Tensor] = field(default_factory=dict, init=False)
+    _selections: dict[int, _Selection] = field(default_factory=dict, init=False, repr=False)
+    _added: bool = field(default=False, init=False, repr=False)
+    _gradient: torch.Tensor | None = field(default=None, init=False, repr=False)  # of each layer's loss
+
+    def added_to(self, loss: torch.Tensor, coeff: float = 1.0) -> torch.Tensor:
+        """A loss of the pass's results plus `coeff` times the sum of the layers'. Call it once.
+
+        Raises:
+            ArgumentError: It is no scalar, no layer had a loss, or it is the second call.
+        """
+        if loss.numel() != 1:
+            raise ArgumentError(f"IndexerLoss.added_to: loss has shape {tuple(loss.shape)}, expected one number")
+        if not self.layers:
+            raise ArgumentError(
+                "IndexerLoss.added_to: no layer has a loss, expected after model(…, indexer_loss=…) of a model that "
+                'attends by "xmla"'
+            )
+        if self._added:
+            raise ArgumentError("IndexerLoss.added_to: called twice, expected a new IndexerLoss for each pass")
+        self._added = True
+        layers = torch.stack([each.to(loss.device) for each in self.layers.values()]).sum()
+        return _Total.apply(loss, coeff * layers, coeff, self)
+
+    def keep(self, indexer: Any, projected: Projected, seen: Visible) -> None:
+        """Note what a layer's indexer made, of which the layer's attention makes the loss.
+
+        Raises:
+            ArgumentError: The pass is not the first one.
+            UnsupportedError: There are other keys than those of the pass's tokens.
+        """
+        layer = indexer.layer_idx
+        if layer in self.layers and self._gradient is None:  # there is one in a backward pass that computes it again
+            raise ArgumentError("indexer_loss: given to two passes, expected a new IndexerLoss for each")
+        self._selections[layer] = _Selection(projected, _real(seen))
+
+    def joined(
+        self, module: Any, out: torch.Tensor, query: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor,
+        lse: torch.Tensor, scaling: float,
+    ) -> torch.Tensor:  # fmt: skip
+        """A layer's `out`, with whose gradient that of the layer's loss is computed.
+
+        Args:
+            out: The layer's result.
+            query, rows, slots, lse: Arguments and result of its `sparse_mla`, of tokens [B·S] and rows [B·N, 1, ·].
+            scaling: Factor of its scores.
+        """
+        if module.indexer is None:
+            return out
+        if query.shape[1] != module.num_heads:
+            raise UnsupportedError(
+                f"indexer_loss: this rank has {query.shape[1]} of {module.num_heads} heads, supported: all"
+            )
+        projected, real = self._selections.pop(module.layer_idx)
+        index_q, index_k, weights = (each.flatten(0, 1) for each in projected)
+        constants = query.detach(), rows.detach()[:, 0], lse.detach()
+        counted = slots.masked_fill(~real.flatten()[:, None], -1)
+        loss, *_ = xt.indexer_loss(
+            index_q, index_k, weights, *constants, indices=counted, softmax_scale=scaling, coeff=UNIT
+        )
+        loss = loss[0] * (real.numel() / UNIT / real.sum().clamp(min=1))
+        self.layers.setdefault(module.layer_idx, loss.detach())
+        return _Joined.apply(out, loss, self)
+
+
+# The pass whose attention is being computed: transformers hands options of a pass to attention, not to the indexer.
+ASKED: ContextVar[IndexerLoss | None] = ContextVar("ASKED", default=None)
+
+
+def _real(seen: Visible) -> torch.Tensor:
+    """Which tokens [B, S] see themselves: all that are no padding."""
+    last = seen.ends - 1
+    if seen.order is not None:
+        last = seen.order.gather(1, last.clamp(min=0).long())
+    return (last == torch.arange(last.shape[1], device=last.device)) & (seen.ends > seen.starts)
+
+
+class _Total(torch.autograd.Function):
+    """A sum, in whose backward the layers' gradient is noted: all layers' `_Joined` are behind it.
+
+    A layer's loss is thus no tensor of its own beside the layer's result, which is all that FSDP and checkpoints see.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, layers: torch.Tensor, coeff: float, losses: IndexerLoss) -> torch.Tensor:
+        ctx.coeff, ctx.losses = coeff, losses
+        return loss + layers
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.losses._gradient = ctx.coeff * gradient[0].sum().float()
+        return gradient[0], None, None, None
+
+
+class _Joined(torch.autograd.Function):
+    """A layer's result, in whose backward that of the layer's loss is begun."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, loss: torch.Tensor, losses: IndexerLoss) -> torch.Tensor:
+        ctx.losses, ctx.device = losses, loss.device
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.losses._gradient is None:
+            raise ArgumentError("indexer_loss: the backward pass is of another loss than IndexerLoss.added_to gives")
+        return gradient[0], ctx.losses._gradient.to(ctx.device), None
