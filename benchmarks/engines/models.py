@@ -6,7 +6,7 @@ The first two are saved by transformers' classes, which has none of V4.1.
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -109,6 +109,9 @@ LARGE_SCALES = {"embed_tokens": 1.0, "q_b_proj": 1.5 * 1536**-0.5, "o_proj": 2 *
 # A token's successor stands out by this much of the embedding's norm, eight deviations of the other logits: rounding
 # that changes the most likely token of every eighth position without it changes that of every eightieth.
 LIKELY = 11.0
+# Weights in float32, besides those of mHC.
+SINGLE = {"attn_sink", "learnable_sink_param", "index_kpool_compress_ape", "A_log", "dt_bias"}
+Shapes = dict[str, tuple[int, ...]]  # by name
 
 
 def save(
@@ -116,22 +119,7 @@ def save(
     device: str = "cpu",
 ) -> None:  # fmt: skip
     """Save a model; `likely` makes one token the likely successor of each."""
-    torch.manual_seed(0)
-    with torch.device(device), torch.no_grad():
-        model: Any = DeepseekV32ForCausalLM(DeepseekV32Config(**sizes))
-        model.to(torch.bfloat16)
-        for name, weights in model.named_parameters():
-            if weights.dim() >= 2:
-                named = [scales[part] for part in name.split(".")[-2:] if part in scales]
-                weights.normal_(0, named[0] if named else weights.shape[-1] ** -0.5)
-        make_likely(model, likely)
-    model.save_pretrained(folder)
-
-
-def make_likely(model: Any, likely: float) -> None:
-    """Make one token the likely successor of each."""
-    embeddings, out = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    out[torch.randperm(len(out))] += likely / out.shape[1] * embeddings
+    save_drawn(folder, lambda: DeepseekV32ForCausalLM(DeepseekV32Config(**sizes)), scales, likely, device)
 
 
 def save_v4(
@@ -139,21 +127,60 @@ def save_v4(
     device: str = "cpu",
 ) -> None:  # fmt: skip
     """Save a model of V4. Routed experts add nothing, as in the tests' vLLM, which has no kernel for them."""
+    make = lambda: DeepseekV4ForCausalLM(DeepseekV4Config(**sizes))
+    save_drawn(folder, make, scales, likely, device, without=("experts.down_proj",))
+    name_as_published(folder)
+
+
+def save_drawn(
+    folder: Path, make: Callable[[], Any], scales: Mapping[str, float], likely: float, device: str,
+    without: tuple[str, ...] = (),
+) -> None:  # fmt: skip
+    """Save a model of transformers with random weights, of which those whose names end so are zero."""
     torch.manual_seed(0)
     with torch.device(device), torch.no_grad():
-        model: Any = DeepseekV4ForCausalLM(DeepseekV4Config(**sizes))
-        model.to(torch.bfloat16)
+        model = make().to(torch.bfloat16)
         for name, weights in model.named_parameters():
-            if name.endswith("experts.down_proj"):
+            if name.endswith(without):
                 weights.zero_()
             elif name.endswith("sinks"):
                 weights.normal_()
             elif weights.dim() >= 2 and "hc" not in name:
                 named = [scales[part] for part in name.split(".")[-2:] if part in scales]
                 weights.normal_(0, named[0] if named else weights.shape[-1] ** -0.5)
-        make_likely(model, likely)
+        make_likely(model.get_input_embeddings().weight, model.get_output_embeddings().weight, likely)
     model.save_pretrained(folder)
-    name_as_published(folder)
+
+
+def make_likely(embeddings: torch.Tensor, out: torch.Tensor, likely: float) -> None:
+    """Make one token the likely successor of each."""
+    out[torch.randperm(len(out), device=out.device)] += likely / out.shape[1] * embeddings
+
+
+def save_shapes(
+    folder: Path, shapes: Shapes, config: Mapping[str, Any], scales: Mapping[str, float], likely: float,
+    device: str,
+) -> None:  # fmt: skip
+    """Save random weights of these shapes, the first of which are embeddings and the head, by a checkpoint's names."""
+    torch.manual_seed(0)
+    weights = {}
+    for name, shape in shapes.items():
+        part = name.removesuffix(".weight").split(".")[-1]
+        single = part.startswith("hc_") or part in SINGLE
+        weight = weights[name] = torch.empty(shape, dtype=torch.float32 if single else torch.bfloat16, device=device)
+        if part == "learnable_sink_param":
+            weight.normal_(2)  # as much as the largest of a few keys
+        elif part.endswith(("_base", "_ape", "bias", "A_log", "_sink")):
+            weight.normal_()
+        elif part.endswith(("norm", "_scale")):
+            weight.fill_(1)
+        else:
+            weight.normal_(0, scales.get(part, shape[-1] ** -0.5))
+    embeddings, head, *_ = weights.values()
+    make_likely(embeddings, head, likely)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
 
 
 def save_v41(
@@ -161,50 +188,34 @@ def save_v41(
     device: str = "cpu",
 ) -> None:  # fmt: skip
     """Save a model of V4.1 by the names of DeepSeek's checkpoint, without routed experts."""
-    torch.manual_seed(0)
-    weights = {}
-    for name, shape in shapes_v41(sizes).items():
-        part = name.removesuffix(".weight").split(".")[-1]
-        mixes = part.startswith("hc_")
-        weight = torch.empty(
-            shape, dtype=torch.float32 if mixes or part == "attn_sink" else torch.bfloat16, device=device
-        )
-        if part == "attn_sink" or part.endswith("_base"):
-            weight.normal_()
-        elif part.endswith("_scale") or (len(shape) == 1 and not mixes):
-            weight.fill_(1)
-        else:
-            weight.normal_(0, scales.get(part, shape[-1] ** -0.5))
-        weights[name] = weight
-    weights["head.weight"][torch.randperm(sizes["vocab_size"], device=device)] += (
-        likely / sizes["hidden_size"] * weights["embed.weight"]
-    )
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     rope = {
         "rope_type": "yarn", "factor": 1.0, "beta_fast": 32, "beta_slow": 1,
         "original_max_position_embeddings": sizes["max_position_embeddings"],
     }  # fmt: skip
     nested = dict(sizes) | {"model_type": "deepseek_v41_text", "rope_scaling": rope}
     config = {"model_type": "deepseek_v41", "architectures": ["DeepseekV41ForCausalLM"], "text_config": nested}
-    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    save_shapes(folder, shapes_v41(sizes), config, scales, likely, device)
 
 
-def shapes_v41(sizes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def streams(at: str, hc: int, width: int) -> Shapes:
+    """Shapes of what mHC mixes a layer's streams with."""
+    mixed = {"fn": ((2 + hc) * hc, hc * width), "base": ((2 + hc) * hc,), "scale": (3,)}
+    return {f"{at}hc_{part}_{name}": shape for part in ("attn", "ffn") for name, shape in mixed.items()}
+
+
+def shapes_v41(sizes: Mapping[str, Any]) -> Shapes:
     """Shapes of all weights that vLLM loads of a DeepSeek-V4.1."""
     width, heads, dim, rank = (
         sizes[name] for name in ("hidden_size", "num_attention_heads", "head_dim", "q_lora_rank")
     )
     groups, low, hc, inner = (sizes[name] for name in ("o_groups", "o_lora_rank", "hc_mult", "moe_intermediate_size"))
     index_heads, index_dim = sizes["index_n_heads"], sizes["index_head_dim"]
-    found: dict[str, tuple[int, ...]] = dict.fromkeys(("embed.weight", "head.weight"), (sizes["vocab_size"], width))
+    found: Shapes = dict.fromkeys(("embed.weight", "head.weight"), (sizes["vocab_size"], width))
     found["norm.weight"] = (width,)
     for layer, ratio in enumerate(sizes["compress_ratios"]):
         at = f"layers.{layer}."
         found |= {f"{at}{norm}.weight": (width,) for norm in ("attn_norm", "ffn_norm")}
-        for part in ("attn", "ffn"):
-            found |= {f"{at}hc_{part}_fn": ((2 + hc) * hc, hc * width), f"{at}hc_{part}_base": ((2 + hc) * hc,)}
-            found[f"{at}hc_{part}_scale"] = (3,)
+        found |= streams(at, hc, width)
         found |= {f"{at}ffn.shared_experts.w{n}.weight": (inner, width) for n in (1, 3)}
         found[f"{at}ffn.shared_experts.w2.weight"] = (width, inner)
         of_attention = {
@@ -228,29 +239,11 @@ def save_glm(
     device: str = "cpu",
 ) -> None:  # fmt: skip
     """Save the text model of a GLM-5.3-Flash by the names of its checkpoint, without experts."""
-    torch.manual_seed(0)
-    weights = {}
-    for name, shape in shapes_glm(sizes).items():
-        part = name.removesuffix(".weight").split(".")[-1]
-        single = part.startswith("hc_") or part in ("index_kpool_compress_ape", "A_log", "dt_bias")
-        weight = torch.empty(shape, dtype=torch.float32 if single else torch.bfloat16, device=device)
-        if part.endswith(("_base", "_ape", "bias", "A_log")):
-            weight.normal_()
-        elif part.endswith("norm") or part.endswith("_scale"):
-            weight.fill_(1)
-        else:
-            weight.normal_(0, scales.get(part, shape[-1] ** -0.5))
-        weights[name] = weight
-    weights["lm_head.weight"][torch.randperm(sizes["vocab_size"], device=device)] += (
-        likely / sizes["hidden_size"] * weights["model.embed_tokens.weight"]
-    )
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    config = {"model_type": "glm5_next_text", "architectures": ["Glm5NextForCausalLM"], "dtype": "bfloat16"}
-    (folder / "config.json").write_text(json.dumps(dict(sizes) | config))
+    config = dict(sizes) | {"model_type": "glm5_next_text", "architectures": ["Glm5NextForCausalLM"]}
+    save_shapes(folder, shapes_glm(sizes), config, scales, likely, device)
 
 
-def shapes_glm(sizes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def shapes_glm(sizes: Mapping[str, Any]) -> Shapes:
     """Shapes of all weights that vLLM loads of a GLM-5.3-Flash."""
     width, heads, inner, rank = (
         sizes[name] for name in ("hidden_size", "num_attention_heads", "intermediate_size", "q_lora_rank")
@@ -258,14 +251,12 @@ def shapes_glm(sizes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     query, value, latent = (sizes[name] for name in ("qk_nope_head_dim", "v_head_dim", "kv_lora_rank"))
     index_heads, index_dim, hc = sizes["index_n_heads"], sizes["index_head_dim"], sizes["hc_mult"]
     named = ("model.embed_tokens.weight", "lm_head.weight")
-    found: dict[str, tuple[int, ...]] = dict.fromkeys(named, (sizes["vocab_size"], width))
+    found: Shapes = dict.fromkeys(named, (sizes["vocab_size"], width))
     found["model.norm.weight"] = (width,)
     for layer, kind in enumerate(sizes["layer_types"]):
         at = f"model.layers.{layer}."
         found |= {f"{at}{norm}.weight": (width,) for norm in ("input_layernorm", "post_attention_layernorm")}
-        for part in ("attn", "ffn"):
-            found |= {f"{at}hc_{part}_fn": ((2 + hc) * hc, hc * width), f"{at}hc_{part}_base": ((2 + hc) * hc,)}
-            found[f"{at}hc_{part}_scale"] = (3,)
+        found |= streams(at, hc, width)
         found |= {f"{at}mlp.{name}_proj.weight": (inner, width) for name in ("gate", "up")}
         found[f"{at}mlp.down_proj.weight"] = (width, inner)
         of_attention = {
@@ -296,34 +287,15 @@ def shapes_glm(sizes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def save_hy(
-    folder: Path, sizes: Mapping[str, Any] = TINY_HY, scales: Mapping[str, float] = SCALES_HY, likely: float = 0
-) -> None:
-    """Save a Hy4 by the names of its checkpoint, without experts. Sinks weigh as much as the largest of a few keys."""
-    torch.manual_seed(0)
-    weights = {}
-    for name, shape in shapes_hy(sizes).items():
-        part = name.removesuffix(".weight").split(".")[-1]
-        single = part.startswith("hc_") or part == "learnable_sink_param"
-        weight = torch.empty(shape, dtype=torch.float32 if single else torch.bfloat16)
-        if part == "learnable_sink_param":
-            weight.normal_(2)
-        elif part.endswith(("_base", "bias")):
-            weight.normal_()
-        elif part.endswith(("norm", "_scale")):
-            weight.fill_(1)
-        else:
-            weight.normal_(0, scales.get(part, shape[-1] ** -0.5))
-        weights[name] = weight
-    weights["lm_head.weight"][torch.randperm(sizes["vocab_size"])] += (
-        likely / sizes["hidden_size"] * weights["model.embed_tokens.weight"]
-    )
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    config = {"model_type": "hy_v4", "architectures": ["HYV4ForCausalLM"], "dtype": "bfloat16"}
-    (folder / "config.json").write_text(json.dumps(dict(sizes) | config))
+    folder: Path, sizes: Mapping[str, Any] = TINY_HY, scales: Mapping[str, float] = SCALES_HY, likely: float = 0,
+    device: str = "cpu",
+) -> None:  # fmt: skip
+    """Save a Hy4 by the names of its checkpoint, without experts."""
+    config = dict(sizes) | {"model_type": "hy_v4", "architectures": ["HYV4ForCausalLM"]}
+    save_shapes(folder, shapes_hy(sizes), config, scales, likely, device)
 
 
-def shapes_hy(sizes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def shapes_hy(sizes: Mapping[str, Any]) -> Shapes:
     """Shapes of all weights that vLLM loads of a Hy4."""
     width, heads, inner, rank = (
         sizes[name] for name in ("hidden_size", "num_attention_heads", "intermediate_size", "q_lora_rank")
@@ -333,7 +305,7 @@ def shapes_hy(sizes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     )
     index_heads, index_dim, hc = sizes["index_n_heads"], sizes["index_head_dim"], sizes["hc_mult"]
     named = ("model.embed_tokens.weight", "lm_head.weight")
-    found: dict[str, tuple[int, ...]] = dict.fromkeys(named, (sizes["vocab_size"], width))
+    found: Shapes = dict.fromkeys(named, (sizes["vocab_size"], width))
     head = {"fn": (hc, hc * width), "base": (hc,), "scale": (1,)}
     found |= {f"model.hc_head.hc_head_{part}": shape for part, shape in head.items()}
     found["model.norm.weight"] = (width,)
@@ -468,31 +440,25 @@ def add_v4_draft_layer(folder: Path, hidden: float = 1, experts: int | None = No
     (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
 
 
+SAVED = {"v32": save, "v4": save_v4, "v41": save_v41, "glm": save_glm, "hy": save_hy}
+
+
 def save_large(folder: Path, kind: str, layers: int, heads: int, device: str = "cuda") -> None:
     """Save a model with the attention of a released one; V3.2's has so many layers and heads, and drafts."""
+    asked = {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads}
+    sizes, scales = {
+        "v32": (LARGE | asked, LARGE_SCALES | {"o_proj": 2 * (heads * 128) ** -0.5}),
+        "v4": (LARGE_V4, LARGE_SCALES_V4), "v41": (LARGE_V41, LARGE_SCALES_V41), "glm": (LARGE_GLM, LARGE_SCALES_GLM),
+    }[kind]  # fmt: skip
+    SAVED[kind](folder, sizes, scales, LIKELY, device)
     if kind == "v32":
-        sizes = LARGE | {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads}
-        save(folder, sizes, LARGE_SCALES | {"o_proj": 2 * (heads * 128) ** -0.5}, LIKELY, device)
         add_draft_layer(folder, hidden=0.25)  # so that it drafts the likely successor of the last token
-    elif kind == "v4":
-        save_v4(folder, LARGE_V4, LARGE_SCALES_V4, LIKELY, device)
-    elif kind == "v41":
-        save_v41(folder, LARGE_V41, LARGE_SCALES_V41, LIKELY, device)
-    else:
-        save_glm(folder, LARGE_GLM, LARGE_SCALES_GLM, LIKELY, device)
 
 
 if __name__ == "__main__":
-    out, version = Path(sys.argv[1]), sys.argv[2]
-    if version == "v4":
-        save_v4(out)
-        add_v4_draft_layer(out)
-    elif version == "v41":
-        save_v41(out, likely=14)
-    elif version == "glm":
-        save_glm(out, likely=14)
-    elif version == "hy":
-        save_hy(out, likely=14)
-    else:
-        save(out)
+    out, kind = Path(sys.argv[1]), sys.argv[2]
+    SAVED[kind](out, likely=0 if kind in ("v32", "v4") else 14)
+    if kind == "v32":
         add_draft_layer(out)
+    elif kind == "v4":
+        add_v4_draft_layer(out)
