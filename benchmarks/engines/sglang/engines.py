@@ -1,6 +1,7 @@
 """Engines of SGLang by name."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from benchmarks.engines.table import AnyEngine
@@ -54,36 +55,20 @@ V4_ENVIRONMENT = {
     "SGLANG_OPT_DSV4_NONPAGED_INDEXER_MIN_QUERY_TOKENS": "1024",  # so that the chunks here have it too
 }  # fmt: skip
 BFLOAT16 = {"cache": "bfloat16", "attention": "flashmla_sparse"}
+own, xmla = partial(Engine, plugin=False), partial(Engine, plugin=True)
 ENGINES = {
-    "own": Engine(plugin=False),
-    "own-bf16": Engine(plugin=False, **BFLOAT16),
-    "own-chunks": Engine(plugin=False, chunk=768),
-    "own-graphs": Engine(plugin=False, graphs=True),
-    "own-all-graphs": Engine(plugin=False, graphs=True, prefill_graphs=True),
-    "own-drafts": Engine(plugin=False, drafts=3),
-    "own-ranks": Engine(plugin=False, ranks=2),
-    "own-ranks-graphs": Engine(plugin=False, ranks=2, graphs=True),
-    "own-ranks-4-graphs": Engine(plugin=False, ranks=4, graphs=True),
-    "xmla": Engine(plugin=True),
-    "xmla-bf16": Engine(plugin=True, **BFLOAT16),
-    "xmla-kv-bf16": Engine(plugin=True, cache="bfloat16"),
-    "xmla-gathered": Engine(plugin=True, attention="flashmla_sparse"),  # prefills over rows that SGLang gathers
-    "xmla-chunks": Engine(plugin=True, chunk=768),
-    "xmla-graphs": Engine(plugin=True, graphs=True),
-    "xmla-all-graphs": Engine(plugin=True, graphs=True, prefill_graphs=True),
-    "xmla-drafts": Engine(plugin=True, drafts=1),
-    "xmla-drafts-3": Engine(plugin=True, drafts=3),
-    "xmla-drafts-graphs": Engine(plugin=True, drafts=1, graphs=True),
-    "xmla-ranks": Engine(plugin=True, ranks=2),
-    "xmla-ranks-graphs": Engine(plugin=True, ranks=2, graphs=True),
-    "xmla-ranks-4": Engine(plugin=True, ranks=4),
-    "xmla-ranks-4-graphs": Engine(plugin=True, ranks=4, graphs=True),
-    "v4-own": Engine(plugin=False, kind="v4"),
-    "v4-own-torch": Engine(plugin=False, kind="v4", torch_logits=True),
-    "v4-own-graphs": Engine(plugin=False, kind="v4", graphs=True),
-    "v4-xmla": Engine(plugin=True, kind="v4"),
-    "v4-xmla-graphs": Engine(plugin=True, kind="v4", graphs=True),
-    "v4-xmla-ranks": Engine(plugin=True, kind="v4", ranks=2),
-    "v4-xmla-drafts": Engine(plugin=True, kind="v4", drafts=3),
-    "v4-xmla-drafts-graphs": Engine(plugin=True, kind="v4", drafts=3, graphs=True),
-}
+    "own": own(), "own-bf16": own(**BFLOAT16), "own-chunks": own(chunk=768), "own-graphs": own(graphs=True),
+    "own-all-graphs": own(graphs=True, prefill_graphs=True), "own-drafts": own(drafts=3), "own-ranks": own(ranks=2),
+    "own-ranks-graphs": own(ranks=2, graphs=True), "own-ranks-4-graphs": own(ranks=4, graphs=True), "xmla": xmla(),
+    "xmla-bf16": xmla(**BFLOAT16), "xmla-kv-bf16": xmla(cache="bfloat16"),
+    "xmla-gathered": xmla(attention="flashmla_sparse"),  # prefills over rows that SGLang gathers
+    "xmla-chunks": xmla(chunk=768), "xmla-graphs": xmla(graphs=True),
+    "xmla-all-graphs": xmla(graphs=True, prefill_graphs=True), "xmla-drafts": xmla(drafts=1),
+    "xmla-drafts-3": xmla(drafts=3), "xmla-drafts-graphs": xmla(drafts=1, graphs=True), "xmla-ranks": xmla(ranks=2),
+    "xmla-ranks-graphs": xmla(ranks=2, graphs=True), "xmla-ranks-4": xmla(ranks=4),
+    "xmla-ranks-4-graphs": xmla(ranks=4, graphs=True),
+    "v4-own": own(kind="v4"), "v4-own-torch": own(kind="v4", torch_logits=True),
+    "v4-own-graphs": own(kind="v4", graphs=True), "v4-xmla": xmla(kind="v4"),
+    "v4-xmla-graphs": xmla(kind="v4", graphs=True), "v4-xmla-ranks": xmla(kind="v4", ranks=2),
+    "v4-xmla-drafts": xmla(kind="v4", drafts=3), "v4-xmla-drafts-graphs": xmla(kind="v4", drafts=3, graphs=True),
+}  # fmt: skip

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from benchmarks.engines.table import AnyEngine
@@ -15,12 +16,13 @@ OPS = (
 )  # fmt: skip
 JOINS = {"6000": 0, "3000": 0, "2500": 0, "700": 0, "40": 12}  # tokens of a prompt: the step before which it comes
 # In chunks of 1024 tokens beside three decodes: steps that need most of the memory reserved for V3.2's rows and splits.
-LONG = {"700": 0, "2500": 0, "40": 0, "64000": 0}
+LONG: dict[str, Any] = {"joins": {"700": 0, "2500": 0, "40": 0, "64000": 0}, "new": 96, "max_len": 1 << 16}
 # In chunks of 2048 tokens, the last of which has 1249 with both prompts, to more than 4096 entries of 128 tokens: of
 # V4's steps with splits of the keys the largest.
-LONG_V4 = {"525497": 0, "40": 12}
+LONG_V4: dict[str, Any] = {"kind": "v4", "joins": {"525497": 0, "40": 12}, "max_len": 1 << 20, "cache_gib": 8}
 # Of V4.1 one with more entries than the blocks of the source layer have.
-V41 = JOINS | {"24000": 0}
+V41: dict[str, Any] = {"kind": "v41", "joins": JOINS | {"24000": 0}, "max_len": 32768, "cache_gib": 2}
+GLM: dict[str, Any] = {"kind": "glm", "cache": "auto", "cache_gib": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,56 +72,29 @@ class Engine(AnyEngine):
 # Steps of JOINS have 1 to 5 tokens, or 44 when the last joins: `graphs` pads none of them, so that all its products
 # have the shapes of an eager step; `padded` pads most.
 EXACT, PADDED = (1, 2, 3, 4, 5, 44), (8, 64)
+own, xmla = partial(Engine, plugin=False), partial(Engine, plugin=True)
 ENGINES = {
-    "own": Engine(plugin=False),
-    "own-bf16": Engine(plugin=False, cache="auto"),
-    "own-chunks": Engine(plugin=False, chunk=768),
-    "own-graphs": Engine(plugin=False, sizes=EXACT),
-    "own-compiled": Engine(plugin=False, sizes=EXACT, compiled=True),
-    "xmla": Engine(plugin=True),
-    "xmla-bf16": Engine(plugin=True, cache="auto"),
-    "xmla-graphs": Engine(plugin=True, sizes=EXACT),
-    "xmla-padded": Engine(plugin=True, sizes=PADDED),
-    "xmla-compiled": Engine(plugin=True, sizes=EXACT, compiled=True),
-    "xmla-profiled": Engine(plugin=True, sizes=EXACT, cache_gib=0),
-    "own-ranks-graphs": Engine(plugin=False, sizes=EXACT, ranks=2),
-    "own-ranks-4-graphs": Engine(plugin=False, sizes=EXACT, ranks=4),
-    "xmla-ranks": Engine(plugin=True, ranks=2),
-    "xmla-ranks-graphs": Engine(plugin=True, sizes=EXACT, ranks=2),
-    "xmla-ranks-4": Engine(plugin=True, ranks=4),
-    "xmla-ranks-4-graphs": Engine(plugin=True, sizes=EXACT, ranks=4),
-    "xmla-keys": Engine(plugin=True, ranks=2, keys=True),
-    "xmla-keys-graphs": Engine(plugin=True, sizes=EXACT, ranks=2, keys=True),
-    "xmla-drafts": Engine(plugin=True, drafts=1),
-    "xmla-drafts-3": Engine(plugin=True, drafts=3),  # vLLM then makes a request of each token, on sm_90
-    "xmla-drafts-graphs": Engine(plugin=True, sizes=(2, 4, 6, 8, 10), drafts=1),
-    "xmla-invariant": Engine(plugin=True, invariant=True),
-    "xmla-invariant-alone": Engine(plugin=True, invariant=True, requests=1),
-    "xmla-invariant-drafts": Engine(plugin=True, invariant=True, drafts=1),
-    "own-long": Engine(plugin=False, chunk=1024, joins=LONG, new=96, max_len=1 << 16),
-    "own-long-chunks": Engine(plugin=False, chunk=768, joins=LONG, new=96, max_len=1 << 16),
-    "xmla-long": Engine(plugin=True, chunk=1024, joins=LONG, new=96, max_len=1 << 16),
-    "v4-own": Engine(plugin=False, kind="v4"),
-    "v4-own-chunks": Engine(plugin=False, chunk=768, kind="v4"),
-    "v4-own-graphs": Engine(plugin=False, sizes=EXACT, kind="v4"),
-    "v4-xmla": Engine(plugin=True, kind="v4"),
-    "v4-xmla-chunks": Engine(plugin=True, chunk=768, kind="v4"),
-    "v4-xmla-graphs": Engine(plugin=True, sizes=EXACT, kind="v4"),
-    "v4-xmla-profiled": Engine(plugin=True, sizes=EXACT, kind="v4", cache_gib=0),
-    "v4-own-long": Engine(plugin=False, kind="v4", joins=LONG_V4, max_len=1 << 20, cache_gib=8),
-    "v4-own-long-chunks": Engine(plugin=False, chunk=1024, kind="v4", joins=LONG_V4, max_len=1 << 20, cache_gib=8),
-    "v4-xmla-long": Engine(plugin=True, kind="v4", joins=LONG_V4, max_len=1 << 20, cache_gib=8),
-    "v41-own": Engine(plugin=False, kind="v41", joins=V41, max_len=32768, cache_gib=2),
-    "v41-own-chunks": Engine(plugin=False, chunk=768, kind="v41", joins=V41, max_len=32768, cache_gib=2),
-    "v41-own-graphs": Engine(plugin=False, sizes=EXACT, kind="v41", joins=V41, max_len=32768, cache_gib=2),
-    "v41-xmla": Engine(plugin=True, kind="v41", joins=V41, max_len=32768, cache_gib=2),
-    "v41-xmla-graphs": Engine(plugin=True, sizes=EXACT, kind="v41", joins=V41, max_len=32768, cache_gib=2),
-    "v41-xmla-profiled": Engine(plugin=True, sizes=EXACT, kind="v41", joins=V41, max_len=32768, cache_gib=0),
-    "glm-own": Engine(plugin=False, cache="auto", kind="glm", cache_gib=2),
-    "glm-own-chunks": Engine(plugin=False, cache="auto", chunk=768, kind="glm", cache_gib=2),
-    "glm-own-graphs": Engine(plugin=False, cache="auto", sizes=EXACT, kind="glm", cache_gib=2),
-    "glm-own-fp8": Engine(plugin=False, kind="glm", cache_gib=2),
-    "glm-xmla": Engine(plugin=True, cache="auto", kind="glm", cache_gib=2),
-    "glm-xmla-graphs": Engine(plugin=True, cache="auto", sizes=EXACT, kind="glm", cache_gib=2),
-    "glm-xmla-fp8": Engine(plugin=True, kind="glm", cache_gib=2),
-}
+    "own": own(), "own-bf16": own(cache="auto"), "own-chunks": own(chunk=768), "own-graphs": own(sizes=EXACT),
+    "own-compiled": own(sizes=EXACT, compiled=True), "xmla": xmla(), "xmla-bf16": xmla(cache="auto"),
+    "xmla-graphs": xmla(sizes=EXACT), "xmla-padded": xmla(sizes=PADDED),
+    "xmla-compiled": xmla(sizes=EXACT, compiled=True), "xmla-profiled": xmla(sizes=EXACT, cache_gib=0),
+    "own-ranks-graphs": own(sizes=EXACT, ranks=2), "own-ranks-4-graphs": own(sizes=EXACT, ranks=4),
+    "xmla-ranks": xmla(ranks=2), "xmla-ranks-graphs": xmla(sizes=EXACT, ranks=2), "xmla-ranks-4": xmla(ranks=4),
+    "xmla-ranks-4-graphs": xmla(sizes=EXACT, ranks=4), "xmla-keys": xmla(ranks=2, keys=True),
+    "xmla-keys-graphs": xmla(sizes=EXACT, ranks=2, keys=True), "xmla-drafts": xmla(drafts=1),
+    "xmla-drafts-3": xmla(drafts=3),  # vLLM then makes a request of each token, on sm_90
+    "xmla-drafts-graphs": xmla(sizes=(2, 4, 6, 8, 10), drafts=1), "xmla-invariant": xmla(invariant=True),
+    "xmla-invariant-alone": xmla(invariant=True, requests=1), "xmla-invariant-drafts": xmla(invariant=True, drafts=1),
+    "own-long": own(chunk=1024, **LONG), "own-long-chunks": own(chunk=768, **LONG),
+    "xmla-long": xmla(chunk=1024, **LONG),
+    "v4-own": own(kind="v4"), "v4-own-chunks": own(chunk=768, kind="v4"), "v4-own-graphs": own(sizes=EXACT, kind="v4"),
+    "v4-xmla": xmla(kind="v4"), "v4-xmla-chunks": xmla(chunk=768, kind="v4"),
+    "v4-xmla-graphs": xmla(sizes=EXACT, kind="v4"), "v4-xmla-profiled": xmla(sizes=EXACT, kind="v4", cache_gib=0),
+    "v4-own-long": own(**LONG_V4), "v4-own-long-chunks": own(chunk=1024, **LONG_V4), "v4-xmla-long": xmla(**LONG_V4),
+    "v41-own": own(**V41), "v41-own-chunks": own(chunk=768, **V41), "v41-own-graphs": own(sizes=EXACT, **V41),
+    "v41-xmla": xmla(**V41), "v41-xmla-graphs": xmla(sizes=EXACT, **V41),
+    "v41-xmla-profiled": xmla(sizes=EXACT, **V41 | {"cache_gib": 0}),
+    "glm-own": own(**GLM), "glm-own-chunks": own(**GLM, chunk=768), "glm-own-graphs": own(**GLM, sizes=EXACT),
+    "glm-own-fp8": own(**GLM | {"cache": "fp8"}), "glm-xmla": xmla(**GLM), "glm-xmla-graphs": xmla(**GLM, sizes=EXACT),
+    "glm-xmla-fp8": xmla(**GLM | {"cache": "fp8"}),
+}  # fmt: skip
