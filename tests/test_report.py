@@ -173,17 +173,17 @@ def test_what_has_run_is_told_by_commit(tmp_path: Path) -> None:
         (fuzz, new, "map_slots: 200 cases of 3 of 6 shapes, 1 failures; 200 cases of 3 of 10 shapes", {"exit_code": 1}),
     )  # fmt: skip
     told = evidence.report(tmp_path / "test.jsonl", tmp_path / "contract.jsonl").splitlines()
-    assert told[:2] == ["| what | of which | at commit, by Triton | found |", "|---|---|---|---|"]
+    assert told[:2] == ["| what | scope | commit, Triton | result |", "|---|---|---|---|"]
     assert told[2:6] == [
         "| test suite | on 2 GPUs; without `gpu`; cut by its time: 7 tests not reached | abcdef0, 3.9.0 | "
         "5 passed, 2 failed; mended |",
         "| test suite | all, on 2 GPUs | 0123456, 3.9.0 | 14 passed, none failed |",
         "| fuzzer | 1,100 cases of `map_slots` | abcdef0, 3.9.0 | 1 failed |",
-        "| fuzzer | 100 cases of `merge_topk` | 0123456, 3.9.0 | nothing |",
+        "| fuzzer | 100 cases of `merge_topk` | 0123456, 3.9.0 | clean |",
     ]
     assert told[6].startswith("| fuzzer | `compress_kv`, ") and told[6].endswith(" |  | not run yet |")
     assert told[7:9] == [
-        "| memcheck, synccheck | 4 cases of `map_slots` | 0123456, 3.9.0 | nothing |",
+        "| memcheck, synccheck | 4 cases of `map_slots` | 0123456, 3.9.0 | clean |",
         "| racecheck | 4 cases of `map_slots` | 0123456, 3.9.0 | reports, see below |",
     ]
     assert told[-1] == "| `map_slots` | 3 of 6 |"

@@ -33,7 +33,7 @@ cell by cell.
 | `no` | it does not run there; `xmla supports` says why |
 
 A format is that of each cache, by its name or by dtype and last axis, with `+` between two. A call that asks for an
-implementation has its name behind a comma: `triton` is the portable one.
+implementation names it after the comma: `triton` is the portable one.
 
 - Kernels for sm_90 have run, on an H200. Those for sm_120 have run as plans and code on a Hopper GPU, not on the part
   ([how](../benchmarks/log/sm12x.md)), and so have attention and logits for sm_89 and sm_80

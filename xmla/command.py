@@ -174,9 +174,8 @@ def supports(
 ) -> None:  # fmt: skip
     """Whether an op runs at these sizes and formats, on each known device; needs no GPU. Exit 1 if on none of them.
 
-    What is not asked for is that of one of the op's cases, which the first line of the answer tells. With --model, and
-    no op, whether the steps of a model do, and by which kernels: a decode of 64 requests and prefills, at its longest
-    context.
+    Sizes that are not given are those of an example call, which the first line shows. With --model, and no op, whether
+    the steps of a model run, and by which kernels: a decode of 64 requests and prefills, at its longest context.
     """
     from xmla.cli.plan import configure, show_model_support, show_support
     from xmla.core.errors import ArgumentError
@@ -290,7 +289,7 @@ def bench(
 ) -> None:
     """Time ops at serving size on this GPU, beside peers where installed; exit 1 if a result was wrong.
 
-    JAX makes the same calls on the same arrays: exit 1, too, if its bits are others.
+    JAX makes the same calls on the same arrays: also exits 1 if its results have other bits.
     """
     from xmla.bench.run import run
 

@@ -173,7 +173,7 @@ def fuzzer_rows(lines: list[Line], tool: str | None) -> Iterator[tuple[str, str,
             yield (
                 f"{cases:,} cases of {of}",
                 at(commit, commands),
-                "; ".join([*(outcomes or ["nothing"]), *remarks(commands)]),
+                "; ".join([*(outcomes or ["clean"]), *remarks(commands)]),
             )
     if missing := sorted(registry().keys() - {op for ops in by_commit.values() for op in ops}):
         yield named(missing), "", NOT_RUN
@@ -197,7 +197,7 @@ def report(suite: Path, fuzzer: Path) -> str:
             same[row].append(tool)
     checked = [(", ".join(tools), *row) for row, tools in same.items()]
     rows += sorted(checked, key=lambda row: row[-1] == NOT_RUN)
-    markdown = table(("what", "of which", "at commit, by Triton", "found"), rows)
+    markdown = table(("what", "scope", "commit, Triton", "result"), rows)
     if shapes := [*unreached(fuzzing)]:
         markdown += [
             "",

@@ -79,8 +79,8 @@ def show_plan(config: Model, device_name: str | None) -> None:
             console.print(f"  {name}: {sum(parts.values()):,} B ({counts})", soft_wrap=True)
     count = len(config.specializations(device))
     console.print(
-        f"{count} kernels are compiled for these steps, ahead by `xmla warmup`: a launch has more than one where "
-        "the plan depends on the length of a context or the size of a pool", soft_wrap=True,
+        f"{count} kernels are compiled for these steps, ahead by `xmla warmup`: some launches need variants for other "
+        "lengths or pool sizes", soft_wrap=True,
     )  # fmt: skip
 
 

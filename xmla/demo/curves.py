@@ -46,7 +46,7 @@ REPEATED = 2  # steps of the second run
 # size but fall on other numbers. Where those of the third happen to cancel, one rounding of the curve itself is
 # allowed. A gradient of the rows that is a tenth too large is farther (tests/test_demo.py).
 ROUNDINGS, UNIT = 2.0, 2**-9
-# Of the first step, from the same weights: scores of bfloat16 queries and keys may swap keys that all but tie.
+# Of the first step, from the same weights: scores of bfloat16 queries and keys may swap keys with nearly equal scores.
 SELECTION = 0.95
 # In the warm-up attention stands still, and each step follows the gradient of the same loss.
 KL_FALLS = 0.75

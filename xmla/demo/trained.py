@@ -94,8 +94,8 @@ class XmlaAttention(Attention):
 class EagerAttention(Attention):
     """Attention as shipped; the indexer, which does not learn there, has its loss in PyTorch's own operations.
 
-    While it is not dense it attends to the next of `selections` [N, K], which xmla selected: two keys that all but tie
-    would otherwise part the two models.
+    While it is not dense it attends to the next of `selections` [N, K], which xmla selected: nearly equal scores
+    would otherwise make the two models select different keys.
     """
 
     selections: Iterator[np.ndarray] = field(kw_only=True)
