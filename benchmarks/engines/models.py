@@ -343,7 +343,7 @@ def hy_in_transformers(folder: Path) -> Any:
     halves = torch.cat((torch.arange(0, rope, 2), torch.arange(1, rope, 2)))
 
     def rotate_halves(rows: torch.Tensor) -> None:
-        """In place, of the last rows [.., dims, ·]."""
+        """Rotate in place the last rows [.., dims, ·]."""
         rows[..., -rope:, :] = rows[..., -rope:, :][..., halves, :]
 
     with torch.no_grad():

@@ -121,7 +121,7 @@ def test_tests_are_tests() -> None:
 
 
 def imported(modules: str, among: tuple[str, ...]) -> str:
-    """Those among some modules that importing others leads to, in a process of its own."""
+    """The modules among some that importing others leads to, in a process of its own."""
     code = f"import sys\nimport {modules}\nprint([name for name in {among} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], env=os.environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -482,7 +482,7 @@ ATTENTION_SINCE_033 = {
 
 
 def check_architectures(found: dict[str, dict[str, str]]) -> None:
-    """On each GPU xmla's attention, or a refusal by name. A new architecture has to be told here."""
+    """Check that each GPU gives xmla's attention, or a refusal by name. A new architecture has to be told here."""
     expected = ATTENTION if OLD else ATTENTION | ATTENTION_SINCE_033
     assert sorted(found) == sorted(expected)
     for architecture, attention in expected.items():

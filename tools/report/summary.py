@@ -185,7 +185,7 @@ def report(
 
 
 def from_docs(rows: Iterable[Row]) -> list[Row]:
-    """With links as a page of docs has them."""
+    """The rows, with links as a page of docs has them."""
     return [(*row[:-1], row[-1].replace("](docs/", "](").replace("](benchmarks/", "](../benchmarks/")) for row in rows]
 
 

@@ -91,7 +91,7 @@ class Sglang:
         return time.perf_counter() - begun
 
     def step_of(self, prompts: Prompts) -> tuple[float, int]:
-        """One of the steps that the longer of two requests has more, with the scheduler's part."""
+        """A step that the longer of two requests has more, with the scheduler's part."""
         cached = [result["meta_info"]["cached_tokens"] for result in generate(self.engine, prompts, 1)]
         few, more = (self.seconds_of(prompts, tokens) for tokens in (WARM, WARM + TOKENS))
         return 1e6 * (more - few) / TOKENS, min(cached)

@@ -97,14 +97,14 @@ def keys_case(tokens: int) -> Benchmark:
     row = IndexerLayout(DIMS).row
     bytes = tokens * (DIMS * 2 + row + 4)
     sets = rotation(bytes)
-    made, slots = problems.bfloat16(sets, tokens, DIMS), slots_of(sets, tokens, 2 * tokens)
+    rows, slots = problems.bfloat16(sets, tokens, DIMS), slots_of(sets, tokens, 2 * tokens)
     cache = torch.zeros(cdiv(2 * tokens, PAGE), PAGE, row, dtype=torch.uint8, device=problems.DEVICE)
 
     def error(cache: torch.Tensor) -> float:
         values, scales = keys(cache, slots[0])
-        return relative_error(values.float() * scales[:, None], made[0])
+        return relative_error(values.float() * scales[:, None], rows[0])
 
-    inputs = [(made[i], slots[i], cache) for i in range(sets)]
+    inputs = [(rows[i], slots[i], cache) for i in range(sets)]
     return written("write_indexer_cache", f"tokens={tokens}", inputs, bytes, error, HALF_A_STEP)
 
 
@@ -152,8 +152,8 @@ def read_keys_case(count: int) -> Benchmark:
     slots = slots_of(sets, count, 2 * count)
 
     def error(results: tuple[torch.Tensor, torch.Tensor]) -> float:
-        (values, scales), (wanted, of_wanted) = results, keys(cache, slots[0])
-        return relative_error(values.float() * scales[:, None], wanted.float() * of_wanted[:, None])
+        (values, scales), (expected, expected_scales) = results, keys(cache, slots[0])
+        return relative_error(values.float() * scales[:, None], expected.float() * expected_scales[:, None])
 
     inputs = [(cache, each) for each in slots]
     return moved("read_indexer_cache", f"entries={count}", inputs, bytes, error, EXACT)
@@ -171,8 +171,8 @@ def slots_case(requests: int, tokens: int, k: int, context: int) -> Benchmark:
 
     def error(results: tuple[torch.Tensor, torch.Tensor]) -> float:
         chosen = indices[0].view(requests, -1).long()
-        wanted = table.gather(1, chosen // PAGE).view(tokens, k) * PAGE + indices[0] % PAGE
-        return float((results[0] != wanted).sum() + (results[1] != k).sum())
+        expected = table.gather(1, chosen // PAGE).view(tokens, k) * PAGE + indices[0] % PAGE
+        return float((results[0] != expected).sum() + (results[1] != k).sum())
 
     inputs = [(each, table) for each in indices]
     case = f"b={requests} tokens={tokens} k={k} context={context}"
@@ -215,8 +215,8 @@ def candidates_case(parts: int, tokens: int, k: int) -> Benchmark:
 
     def error(results: tuple[torch.Tensor, torch.Tensor]) -> float:
         every = values[0].transpose(0, 1).reshape(tokens, -1)
-        wanted = every.topk(k, sorted=False)[1].sort(1)[0] * 3
-        return float((results[1] != wanted).any(1).float().mean())
+        expected = every.topk(k, sorted=False)[1].sort(1)[0] * 3
+        return float((results[1] != expected).any(1).float().mean())
 
     inputs = [(each, indices) for each in values]
     # Of rows whose k-th value occurs twice torch takes another.
@@ -240,8 +240,8 @@ def expanded_case(tokens: int, blocks: int, granularity: int, context: int) -> B
     def error(indices: torch.Tensor) -> float:
         place = torch.arange(granularity, device=problems.DEVICE, dtype=torch.int32)
         tail = (complete * granularity + place[:-1]).expand(tokens, -1)
-        wanted = torch.cat([(chosen[0][..., None] * granularity + place).flatten(1), tail], 1)
-        return float((indices != wanted).sum())
+        expected = torch.cat([(chosen[0][..., None] * granularity + place).flatten(1), tail], 1)
+        return float((indices != expected).sum())
 
     inputs = [(each, lengths) for each in chosen]
     case = f"tokens={tokens} blocks={blocks} of {granularity}"
@@ -262,8 +262,8 @@ def windows_case(requests: int, tokens: int, window: int, context: int) -> Bench
 
     def error(results: tuple[torch.Tensor, torch.Tensor]) -> float:
         place = (lengths[:, None] - window + torch.arange(window, device=problems.DEVICE)).view(requests, -1).long()
-        wanted = tables[0].gather(1, place // PAGE) * PAGE + place.int() % PAGE
-        return float((results[0] != wanted.view(tokens, window)).sum() + (results[1] != window).sum())
+        expected = tables[0].gather(1, place // PAGE) * PAGE + place.int() % PAGE
+        return float((results[0] != expected.view(tokens, window)).sum() + (results[1] != window).sum())
 
     inputs = [(table, lengths) for table in tables]
     case = f"b={requests} tokens={tokens} window={window}"
