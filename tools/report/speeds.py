@@ -23,29 +23,32 @@ def by_case(lines: list[Line]) -> dict[tuple[str, str], Line]:
     return {(line["op"], line["case"]): line for line in lines if "us" in line}
 
 
-def cells(line: Line) -> list[str]:
-    """A case's time, rate, share of the ceiling and ratio to each peer."""
-    rate = f"{line['tflop_per_s']:.0f} TFLOP/s" if line["ceiling"] != "copy" else f"{line['gb_per_s']:.0f} GB/s"
-    ratios = [f"{ratio:.2f} ×" for ratio in line["ratio_to_peer"].values()]
-    return [str(line["us"]["xmla"][0]), rate, f"{line['share_of_ceiling']:.2f} {line['ceiling']}", *ratios]
+def cells(line: Line) -> dict[str, str]:
+    """A case's time, rate, share of the ceiling and ratio to each peer, by column."""
+    compute = line["ceiling"] != "copy"
+    return {
+        "µs": str(line["us"]["xmla"][0]),
+        "rate": f"{line['tflop_per_s']:.0f} TFLOP/s" if compute else f"{line['gb_per_s']:.0f} GB/s",
+        "share of ceiling": f"{line['share_of_ceiling']:.2f} {line['ceiling']}",
+        **{f"beside {peer}": f"{ratio:.2f} ×" for peer, ratio in line["ratio_to_peer"].items()},
+    }
 
 
 def op_tables(op: str, runs: list[Run]) -> list[str]:
     """A table for the cases that the same runs have, beside the same peers."""
-    alike: dict[tuple[tuple[str, tuple[str, ...]], ...], dict[str, list[Line]]] = {}
+    alike: dict[tuple[str, ...], list[list[str]]] = {}
     for case in dict.fromkeys(case for _, lines in runs for of, case in lines if of == op):
-        having = [(name, lines[op, case]) for name, lines in runs if (op, case) in lines]
-        kind = tuple((name, tuple(line["ratio_to_peer"])) for name, line in having)
-        alike.setdefault(kind, {})[case] = [line for _, line in having]
+        row = {"case": case}
+        having = [(name, cells(lines[op, case])) for name, lines in runs if (op, case) in lines]
+        for place, (name, columns) in enumerate(having):
+            # Of a second device the rate follows from the first one's, and the table is wide.
+            shown = {column: text for column, text in columns.items() if column != "rate" or place == 0}
+            device = f"{name.split()[0]}: " if len(having) > 1 else ""
+            row |= {f"{device}{column}": text for column, text in shown.items()}
+        alike.setdefault((" and ".join(name for name, _ in having), *row), []).append([*row.values()])
     markdown = []
-    for kind, cases in alike.items():
-        devices = [name.split()[0] if len(kind) > 1 else "" for name, _ in kind]
-        head = ["case"]
-        for device, (_, peers) in zip(devices, kind, strict=True):
-            columns = ["µs", "rate", "share of ceiling", *(f"beside {peer}" for peer in peers)]
-            head += [f"{device}: {column}" if device else column for column in columns]
-        rows = [[case, *(cell for line in lines for cell in cells(line))] for case, lines in cases.items()]
-        markdown += [f"{' and '.join(name for name, _ in kind)}:", "", *table(head, rows), ""]
+    for (names, *head), rows in alike.items():
+        markdown += [f"{names}:", "", *table(head, rows), ""]
     return markdown
 
 
