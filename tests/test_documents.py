@@ -128,6 +128,13 @@ def test_what_xla_fuses_is_what_the_page_says() -> None:
     )
 
 
+def test_workflows_make_targets_that_exist() -> None:
+    texts = [file.read_text() for file in (ROOT / ".github/workflows").glob("*.yml")]
+    targets = {target for text in texts for target in re.findall(r"run: make ([\w-]+)", text)}
+    makefile = (ROOT / "Makefile").read_text()
+    assert {"docs", "release"} <= targets <= set(re.findall(r"^([\w-]+):", makefile, re.MULTILINE))
+
+
 def test_no_block_is_of_another_language() -> None:
     kinds = {kind for page in PAGES for kind, _ in BLOCK.findall(page.read_text()) if not kind.startswith("{")}
     assert kinds <= {"python", "bash", "text", ""}, kinds
