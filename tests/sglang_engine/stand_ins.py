@@ -4,17 +4,17 @@ V3.2's steps ask for neither DeepGEMM nor FlashMLA. SGLang imports both for V4: 
 """
 
 import sys
-import tomllib
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import EntryPoint
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+
+from benchmarks.engines import entry_points
 
 PACKAGES = {"sgl_kernel", "flashinfer", "torchvision", "aiohttp", "IPython"}
 
@@ -73,10 +73,9 @@ def load_plugins(patch: pytest.MonkeyPatch, named: str) -> None:
     """SGLang's own loading, in an environment that has xmla's entry points, with SGLANG_PLUGINS=`named`."""
     from sglang.srt import plugins
 
-    project = tomllib.loads((Path(__file__).parent.parent.parent / "pyproject.toml").read_text())["project"]
     found = [
         EntryPoint(name, place, group)
-        for group, points in project["entry-points"].items()
+        for group, points in entry_points.PROJECT["entry-points"].items()
         for name, place in points.items()
     ]
     patch.setattr(plugins, "entry_points", lambda group: [point for point in found if point.group == group])
