@@ -88,6 +88,14 @@ def test_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_training_of_transformers(tmp_path: Path) -> None:
+    """fully_shard has the gradients of one process with the whole batch, but for rounding of parameters' gradients."""
+    found = run_ranks(tmp_path, 2, "transformers")
+    assert all(rank.get("ok") for rank in found), found
+    assert len(found[0]["errors"]) == 3 and max(found[0]["errors"].values()) < 0.02, found
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4] if EVERYTHING else [2])
 def test_a_rank_that_disagrees_on_shapes(ranks: int, tmp_path: Path) -> None:
     """On a shape that is new, and on one that the others have had: then both sides wait until the timeout."""

@@ -11,7 +11,7 @@ from small_transformers import attending, build, distance, first_layer, padded, 
 from torch.utils._pytree import tree_map_only
 
 from xmla.core.errors import ArgumentError, UnsupportedError
-from xmla.transformers import IndexerLoss, LatentCache, models
+from xmla.transformers import SERVED, IndexerLoss, LatentCache, models
 
 # transformers warns of its own deprecations.
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.slow]
@@ -157,3 +157,84 @@ def test_what_has_no_loss_is_refused(device: str) -> None:
     first_layer(model).num_heads = 8
     with pytest.raises(UnsupportedError, match=r"indexer_loss: this rank has 4 of 8 heads, supported: all"):
         model(tokens, use_cache=False, indexer_loss=IndexerLoss())
+
+
+class Adapted(torch.nn.Module):
+    """A linear map with a low-rank addition, and its weight as adapters have it: that of the map alone."""
+
+    def __init__(self, base: torch.nn.Linear, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.base, self.weight, self.dropout = base, base.weight, torch.nn.Dropout(dropout)
+        self.down, self.up = (
+            torch.nn.Parameter(torch.randn(size, dtype=base.weight.dtype, device=base.weight.device) * 0.05)
+            for size in ((4, base.in_features), (base.out_features, 4))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.dropout(x) @ self.down.T @ self.up.T
+
+
+def adapt(model: Any, how: str) -> None:
+    if how == "peft":
+        peft = pytest.importorskip("peft")
+        names = ["q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+        peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=names, init_lora_weights=False))
+        return
+    for each in attentions(model):
+        if how == "adapter":
+            each.kv_b_proj = Adapted(each.kv_b_proj)
+        else:
+            each.kv_b_proj.register_forward_hook(lambda module, x, result: 1.5 * result)
+
+
+@pytest.mark.parametrize("how", ["adapter", "hook", "peft"])
+def test_what_is_added_to_the_up_projection_counts(how: str, device: str) -> None:
+    """Its weight is not read past an adapter: gradients are as near to float32 as eager attention's."""
+    model, tokens = build("deepseek_v32", device), text(device, 2, 14)
+    adapt(model, how)
+    exact, eager = (attending(copy.deepcopy(model).to(dtype), "eager") for dtype in (torch.float32, torch.bfloat16))
+    losses = [float(loss_of(each, tokens)) for each in (attending(model), exact, eager)]
+    assert losses[0] == pytest.approx(losses[1], rel=0.01)
+    for (name, ours), theirs, others in zip(
+        model.named_parameters(), exact.parameters(), eager.parameters(), strict=True
+    ):
+        if theirs.grad is not None:
+            everything = torch.ones_like(theirs).bool()
+            errors = [distance(each.grad.float(), theirs.grad, everything) for each in (ours, others)]
+            assert errors[0] < 1.5 * errors[1] + 0.02, name
+
+
+def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    loss = model(tokens, labels=tokens, use_cache=False).loss
+    loss.backward()
+    return loss.detach()
+
+
+def test_dropout_of_an_adapter_on_the_up_projection_is_refused(device: str) -> None:
+    model = build("deepseek_v32", device)
+    first_layer(model).kv_b_proj = Adapted(first_layer(model).kv_b_proj, 0.1)
+    model.eval()(text(device, 1, 8))
+    with pytest.raises(UnsupportedError, match=r"kv_b_proj has an adapter's dropout of 0\.1, supported: 0"):
+        model.train()(text(device, 1, 8))
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_autocast_of_a_model_in_float32(kind: str, device: str) -> None:
+    """Losses and gradients are as near to float32 as eager attention's under autocast."""
+    model, tokens = build(kind, device, index_topk=64).float(), text(device, 2, 14)
+    exact, eager = (attending(copy.deepcopy(model), "eager") for _ in range(2))
+    losses = IndexerLoss()
+    with torch.autocast(device, torch.bfloat16):
+        out = model(tokens, labels=tokens, use_cache=False, indexer_loss=losses)
+        loss_of(eager, tokens)
+    losses.added_to(out.loss).backward()
+    assert float(out.loss.detach()) == pytest.approx(float(loss_of(exact, tokens)), rel=0.01)
+    for (name, ours), theirs, others in zip(
+        model.named_parameters(), exact.parameters(), eager.parameters(), strict=True
+    ):
+        if theirs.grad is not None:
+            everything = torch.ones_like(theirs).bool()
+            errors = [distance(each.grad, theirs.grad, everything) for each in (ours, others)]
+            assert errors[0] < 1.5 * errors[1] + 0.02, name
+        elif ".indexer." in name:
+            assert ours.grad.any(), name

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import nn
 
 from xmla import torch_api as xt
 from xmla.core.errors import UnsupportedError
@@ -34,7 +35,8 @@ def attend(
     queries and results. `s_aux` [H] are attention sinks.
 
     Raises:
-        UnsupportedError: The layer selects no keys, there is dropout, or another dtype than bfloat16 and float16.
+        UnsupportedError: The layer selects no keys, there is dropout, or another dtype than bfloat16 and float16, of
+            autocast where it is on.
     """
     if indices is None:
         raise UnsupportedError(
@@ -43,10 +45,13 @@ def attend(
         )
     if dropout:
         raise UnsupportedError(f"xmla.transformers: attention_dropout is {dropout}, supported: 0")
+    query, key = autocast(query), autocast(key)
     if query.dtype not in (torch.bfloat16, torch.float16):
-        raise UnsupportedError(f"xmla.transformers: the model is {query.dtype}, supported are bfloat16 and float16")
+        raise UnsupportedError(
+            f"xmla.transformers: the model is {query.dtype}, supported are bfloat16 and float16, also by autocast"
+        )
     batch, heads, queries, _ = query.shape
-    up = module.kv_b_proj.weight.view(heads, -1, module.kv_lora_rank)
+    up = _up(module, query.dtype, query.device).unflatten(0, (heads, -1))
     up_key, up_value = up.split([module.qk_nope_head_dim, module.v_head_dim], 1)
     nope, rope = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
     q = torch.cat([torch.einsum("bhsn,hnl->bshl", nope, up_key), rope.transpose(1, 2)], -1).flatten(0, 1)
@@ -64,6 +69,32 @@ def attend(
     if sink is not None:
         lse = torch.logaddexp(lse, sink)  # a head's probabilities are its share of the sum over heads
     return indexer_loss.joined(module, out, q, rows, slots, lse, scale), None
+
+
+def autocast(x: torch.Tensor) -> torch.Tensor:
+    """An array in the dtype that autocast asks for; entries in fp8 are bytes."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or not x.is_floating_point():
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
+
+
+def _up(module: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The weight [·, L] of a layer's `kv_b_proj`: of a plain `Linear` its own, else what becomes of the identity.
+
+    An adapter, a quantised weight and one that hooks bring from elsewhere thus count as in a call.
+
+    Raises:
+        UnsupportedError: There is dropout in it, which is of tokens.
+    """
+    linear = module.kv_b_proj
+    hooked = linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear)
+    if type(linear) is nn.Linear and not hooked:
+        return linear.weight
+    for each in linear.modules():
+        if isinstance(each, nn.Dropout) and each.training and each.p:
+            raise UnsupportedError(f"xmla.transformers: kv_b_proj has an adapter's dropout of {each.p}, supported: 0")
+    return linear(torch.eye(module.kv_lora_rank, dtype=dtype, device=device)).T
 
 
 def _pool(rows: torch.Tensor) -> tuple[torch.Tensor, int]:

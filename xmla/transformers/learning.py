@@ -1,7 +1,6 @@
 """The loss that trains the indexers of a model: `model(…, indexer_loss=IndexerLoss())`."""
 
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,6 @@ class _Selection(NamedTuple):
     real: torch.Tensor  # [B, S] bool, tokens that are no padding
 
 
-@dataclass(eq=False)
 class IndexerLoss:
     """The loss of a model's indexers in one forward pass, which trains them and nothing else.
 
@@ -42,11 +40,13 @@ class IndexerLoss:
         layers: Of each layer that has an indexer, by its number, the loss [] float32, without a gradient.
     """
 
-    dense: bool = False
-    layers: dict[int, torch.Tensor] = field(default_factory=dict, init=False)
-    _selections: dict[int, _Selection] = field(default_factory=dict, init=False, repr=False)
-    _added: bool = field(default=False, init=False, repr=False)
-    _gradient: torch.Tensor | None = field(default=None, init=False, repr=False)  # of each layer's loss
+    # No dataclass: FSDP copies those that it finds among a module's arguments.
+    def __init__(self, dense: bool = False) -> None:
+        self.dense = dense
+        self.layers: dict[int, torch.Tensor] = {}
+        self._selections: dict[int, _Selection] = {}
+        self._added = False
+        self._gradient: torch.Tensor | None = None  # of each layer's loss
 
     def added_to(self, loss: torch.Tensor, coeff: float = 1.0) -> torch.Tensor:
         """A loss of the pass's results plus `coeff` times the sum of the layers'. Call it once.

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from xmla.core.errors import ArgumentError, UnsupportedError
-from xmla.transformers.attention import latents
+from xmla.transformers.attention import autocast, latents
 from xmla.transformers.cache import LatentCache
 from xmla.transformers.learning import ASKED, IndexerLoss
 from xmla.transformers.masks import Visible, part, visible
@@ -191,7 +191,8 @@ def _indexer(own: Callable[..., Any], project: Callable[..., Projected]) -> Call
         losses = ASKED.get()
         read = tree_map_only(torch.Tensor, torch.Tensor.detach, dict(arguments))
         with torch.set_grad_enabled(losses is not None and torch.is_grad_enabled()):
-            projected = project(self, read)
+            query, keys, weights = project(self, read)
+            projected = Projected(autocast(query), autocast(keys), weights)
         keys = projected.keys.detach()
         if arguments.get("cache") is not None:
             keys = arguments["cache"].update_indexer(keys, self.layer_idx)

@@ -1,0 +1,50 @@
+"""A training step of a model of transformers under fully_shard, with the indexers' loss, against one process."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from small_transformers import build, text
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from xmla.transformers import IndexerLoss
+
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def gradients(model: Any, tokens: torch.Tensor, warm_up: bool) -> dict[str, torch.Tensor]:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".indexer." in name or not warm_up)
+    losses = IndexerLoss(dense=warm_up)
+    out = model(tokens, labels=tokens, use_cache=False, indexer_loss=losses)
+    losses.added_to(out.loss).backward()
+    grads = {name: each.grad for name, each in model.named_parameters() if each.requires_grad}
+    assert all(grad is not None for grad in grads.values())
+    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
+
+
+def sharded(device: str, units: str) -> Any:
+    """The model in float32, which computes in bfloat16."""
+    model = build("deepseek_v32", device, num_hidden_layers=2).float().train()
+    for layer in model.model.layers:
+        if units == "up-projections":
+            fully_shard(layer.self_attn.kv_b_proj, mp_policy=POLICY)
+        if units != "model":
+            fully_shard(layer, mp_policy=POLICY)
+    return fully_shard(model, mp_policy=POLICY)
+
+
+def check_transformers(mesh: dist.DeviceMesh, rank: int, ranks: int) -> dict[str, object]:
+    """Each rank has a text of its own; whichever modules are gathered by themselves."""
+    device = mesh.device_type
+    found = {}
+    for units, warm_up in (("layers", False), ("up-projections", False), ("model", True)):
+        whole = build("deepseek_v32", device, num_hidden_layers=2).train()
+        texts = text(device, ranks, 18)
+        want = gradients(whole, texts, warm_up)
+        ours = gradients(sharded(device, units), texts[rank : rank + 1], warm_up)
+        assert ours.keys() == want.keys()
+        errors = {name: float((ours[name] - want[name]).norm() / want[name].norm()) for name in want}
+        found[f"{units}, {warm_up}"] = max(errors.values())
+    return {"errors": found}
