@@ -315,6 +315,13 @@ def test_prefills_whose_keys_are_all_in_blocks(source: bool, device: str, monkey
     assert (found[step.num_decode_tokens :] == -7).all()
 
 
+# What a call of the indexer's op asks for, as it is served.
+INDEXED = {
+    "use_fp4_cache": False, "use_pcp": False, "quant_block_size": DIM, "head_dim": DIM, "topk_tokens": K,
+    "topk_indices_buffer": torch.empty(1, K, dtype=torch.int32),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("blocks", "told"),
     [(8, "a selection of 8 keys in 8 blocks"), (10, "blocks of a number that is no multiple of 4: 10")],
@@ -322,7 +329,7 @@ def test_prefills_whose_keys_are_all_in_blocks(source: bool, device: str, monkey
 def test_blocks_that_do_not_hold_the_selection_are_refused(blocks: int, told: str) -> None:
     def unserved(count: int) -> dict[str, bool]:
         buffers = torch.empty(1, K, dtype=torch.int32), torch.empty(1, count, dtype=torch.int32)
-        call = {"use_fp4_cache": False, "use_pcp": False, "topk_indices_buffer": buffers[0]}
+        call = INDEXED | {"topk_indices_buffer": buffers[0]}
         found = {"candidate_blocks": buffers[1], "candidate_block_size": 8, "candidate_write": True}
         return indexer.unserved(call, "DEEPSEEK_V41_INDEXER", indexer.Blocks.of(found))
 
@@ -344,10 +351,12 @@ def test_blocks_that_do_not_hold_the_selection_are_refused(blocks: int, told: st
             "DEEPSEEK_V32_INDEXER",
             "MXFP4 keys of the indexer, prefill context parallelism",
         ),
+        ({"quant_block_size": 64}, "DEEPSEEK_V32_INDEXER", "keys with a scale for every 64 of 128 dims"),
+        ({"topk_tokens": 4}, "DEEPSEEK_V32_INDEXER", "4 keys in a buffer for 8"),
     ],
 )
 def test_what_is_not_served_is_refused(changed: dict[str, Any], backend: str, told: str) -> None:
-    served = {"use_fp4_cache": False, "use_pcp": False}
+    served = INDEXED
     for known in ("DEEPSEEK_V32_INDEXER", "DEEPSEEK_V4_INDEXER", "DEEPSEEK_V41_INDEXER"):
         refuse(indexer.unserved(served, known))
     with pytest.raises(UnsupportedError) as raised:

@@ -3,18 +3,22 @@
 tests/vllm_engine runs the engines themselves, of two releases, and not where CI does.
 """
 
+import ast
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import make_dataclass
 from logging import getLogger
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from xmla import UnsupportedError
-from xmla.vllm import TESTED
+from xmla.vllm import TESTED, contract, indexer, pools
 
 INDEXER = "vllm.model_executor.layers.sparse_attn_indexer"
 BACKEND = "vllm.v1.attention.backends.mla.indexer"
@@ -50,9 +54,47 @@ OF_INVARIANCE = {
 CLASSES = {"DeepseekV32IndexerBackend", "DeepSeekV2FusedQkvAProjLinear", "Worker"}
 
 
+# What functions take of which the replacement takes something.
+TAKES = {
+    "_get_backend_priorities": ("use_mla", "device_capability"), "_select_dsv4_attn_cls": ("vllm_config",),
+    "sparse_attn_indexer": sorted(indexer.ARGUMENTS.read | indexer.ARGUMENTS.unread),
+    "sparse_attn_indexer_kpool": sorted(pools.ARGUMENTS.read | pools.ARGUMENTS.unread),
+}  # fmt: skip
+
+
 def stand_in(name: str) -> Any:
     """A function, or a class, that can be patched."""
-    return type(name, (), {}) if name in CLASSES else lambda layer=None, *, more=1: name
+    return type(name, (), {}) if name in CLASSES else taking(name, *TAKES.get(name, ()))
+
+
+def taking(name: str, *parameters: str, **defaults: Any) -> Any:
+    """A function of these parameters."""
+
+    def function(*args: Any, **kwargs: Any) -> str:
+        return name
+
+    function.__name__ = name
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    given = [inspect.Parameter(each, kind) for each in parameters]
+    given += [inspect.Parameter(each, kind, default=default) for each, default in defaults.items()]
+    vars(function)["__signature__"] = inspect.Signature(given)
+    return function
+
+
+def read_in_033() -> dict[str, dict[str, Any]]:
+    """Modules with the classes whose fields the plugin reads, and whose methods it overrides."""
+    found: dict[str, dict[str, Any]] = {}
+    fields: dict[tuple[str, str], list[str]] = {}
+    for read in contract.FIELDS:
+        fields.setdefault((read.module, read.name), []).extend(read.fields)
+    for (module, name), names in fields.items():
+        found.setdefault(module, {})[name] = make_dataclass(name, ["more", *names])
+    for method in contract.METHODS:
+        owner, _, name = method.name.partition(".")
+        members = found.setdefault(method.module, {})
+        members.setdefault(owner, type(owner, (), {}))
+        setattr(members[owner], name, taking(name, *method.parameters, "later"))
+    return found
 
 
 class Plugin:
@@ -76,6 +118,8 @@ class Plugin:
         for target in EVERY | SINCE_033 | OF_POOLS | OF_INVARIANCE:
             module, _, name = target.removeprefix("*").rpartition(".")
             modules.setdefault(module, {})[name] = stand_in(name)
+        for name, members in read_in_033().items():
+            modules.setdefault(name, {}).update(members)
         self.modules: dict[str, Any] = {}
         for name, members in modules.items():
             self.modules[name] = ModuleType(name)
@@ -151,3 +195,109 @@ def test_a_model_that_was_imported_before_is_told(plugin: Plugin, monkeypatch: p
     message = r"^xmla\.vllm: vllm\.models\.early imported vLLM's sparse_attn_indexer before the plugin$"
     with pytest.raises(UnsupportedError, match=message):
         plugin.patches.install("0.33.0")
+
+
+def changed(plugin: Plugin, patch: str, function: Any) -> str:
+    """What is said at install when a function of vLLM is another; nothing is registered then."""
+    module, _, name = patch.rpartition(".")
+    setattr(plugin.modules[module], name, function)
+    with pytest.raises(UnsupportedError) as refused:
+        plugin.patches.install("0.33.0")
+    assert plugin.path is None
+    return str(refused.value)
+
+
+ENDING = "; without xmla in VLLM_PLUGINS vLLM serves with its own kernels"
+OP = f"{INDEXER}.sparse_attn_indexer"
+
+
+def test_a_function_with_other_parameters_is_told(plugin: Plugin) -> None:
+    name = f"{V4}.nvidia.model._select_dsv4_attn_cls"
+    assert changed(plugin, name, taking("f", "model", "device")) == (
+        f"xmla.vllm: {name} of vLLM 0.33.0 has the parameters (model, device), expected (vllm_config) as the first"
+        + ENDING
+    )
+
+
+def test_an_op_that_lost_an_argument_is_told(plugin: Plugin) -> None:
+    parameters = [name for name in TAKES["sparse_attn_indexer"] if name != "kv_cache"]
+    told = "xmla.vllm: vLLM's sparse_attn_indexer has no argument kv_cache, which xmla reads"
+    assert changed(plugin, OP, taking("sparse_attn_indexer", *parameters)) == told + ENDING
+
+
+def test_an_op_with_an_argument_more_is_told(plugin: Plugin) -> None:
+    function = taking("sparse_attn_indexer", *TAKES["sparse_attn_indexer"], "window")
+    told = "xmla.vllm: vLLM's sparse_attn_indexer has an argument window without a default, which xmla does not know"
+    assert changed(plugin, OP, function) == told + ENDING
+
+
+def test_an_unknown_argument_is_served_by_its_default_alone(plugin: Plugin, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indexer, "run", lambda call: sorted(call))
+    original = taking("sparse_attn_indexer", *TAKES["sparse_attn_indexer"], window=None, sinks=4)
+    op = plugin.patches.op_by_keywords(indexer)(original)
+    arguments = dict.fromkeys(TAKES["sparse_attn_indexer"])
+    for more in ({}, {"window": None}, {"sinks": 4}):
+        assert op(**arguments, **more) == sorted([*arguments, "window", "sinks"])
+    for more in ({"window": ()}, {"sinks": 0}):
+        told = f"^xmla.vllm: not served: the argument {next(iter(more))} of sparse_attn_indexer{ENDING}$"
+        with pytest.raises(UnsupportedError, match=told):
+            op(**arguments, **more)
+
+
+def test_a_field_that_is_not_there_is_told(plugin: Plugin) -> None:
+    name = "DeepseekV32IndexerPrefillChunkMetadata"
+    assert changed(plugin, f"{BACKEND}.{name}", make_dataclass(name, ["block_table"])) == (
+        f"xmla.vllm: {BACKEND}.{name} of vLLM 0.33.0 has no field cu_seqlen_ks, which xmla reads{ENDING}"
+    )
+
+
+def test_a_method_with_other_parameters_is_told(plugin: Plugin) -> None:
+    class MLAAttentionImpl:
+        def forward_mqa(self, query: Any, cache: Any) -> None: ...
+
+    name = "vllm.v1.attention.backend.MLAAttentionImpl"
+    assert changed(plugin, name, MLAAttentionImpl).startswith(
+        f"xmla.vllm: {name}.forward_mqa of vLLM 0.33.0 has the parameters (self, query, cache), expected (self, q, "
+    )
+
+
+def test_a_class_that_is_not_there_is_told(plugin: Plugin) -> None:
+    del plugin.modules["vllm.v1.attention.backend"].CommonAttentionMetadata
+    with pytest.raises(UnsupportedError, match=r" vllm\.v1\.attention\.backend\.CommonAttentionMetadata, which "):
+        plugin.patches.install("0.33.0")
+
+
+# By file of the plugin, the variables that hold vLLM's metadata.
+HELD = {
+    "indexer.py": {
+        "step": "DeepseekV32IndexerMetadata", "step.decode": "DeepSeekV32IndexerDecodeMetadata",
+        "decode": "DeepSeekV32IndexerDecodeMetadata", "step.prefill": "DeepseekV32IndexerPrefillMetadata",
+        "chunk": "DeepseekV32IndexerPrefillChunkMetadata", "attention": "FlashMLASparseMetadata",
+    },
+    "pools.py": {
+        "step": "DeepseekV32IndexerMetadata", "tail": "DeepseekV32IndexerMetadata",
+        "step.decode": "DeepSeekV32IndexerDecodeMetadata", "decode": "DeepSeekV32IndexerDecodeMetadata",
+    },
+    "backend.py": {
+        "metadata": "FlashMLASparseMetadata", "attn_metadata": "FlashMLASparseMetadata",
+        "common_attn_metadata": "CommonAttentionMetadata",
+    },
+    "attention_v4_base.py": {"step": "DeepseekSparseSWAMetadata", "compressed": "DeepseekV4FlashMLAMetadata"},
+    "attention_v4.py": {"compressed": "DeepseekV4FlashMLAMetadata"},
+}  # fmt: skip
+
+
+def test_every_field_that_is_read_is_compared() -> None:
+    compared: dict[str, set[str]] = {}
+    for read in contract.FIELDS:
+        compared.setdefault(read.name, set()).update(read.fields)
+    seen: dict[str, set[str]] = {}
+    for file, held in HELD.items():
+        tree = ast.parse((Path(contract.__file__).parent / file).read_text())
+        for node in (node for node in ast.walk(tree) if isinstance(node, ast.Attribute)):
+            if isinstance(node.ctx, ast.Load) and (owner := held.get(ast.unparse(node.value))):
+                seen.setdefault(owner, set()).add(node.attr)
+    seen["FlashMLASparseMetadata"] -= {"gathered"}  # xmla's own
+    assert {owner: sorted(names) for owner, names in seen.items()} == {
+        owner: sorted(names) for owner, names in compared.items()
+    }

@@ -1,7 +1,7 @@
 """`python parts.py`: steps of the indexer with vLLM's own classes, in the interpreter, without an engine.
 
-Prints whether ranks that share a prefill's rows select what one does, and the ops of steps whose selection no layer
-reads.
+Prints whether ranks that share a prefill's rows select what one does, which layers of a group find their selection
+mapped, and the ops of steps whose selection no layer reads.
 """
 
 import json
@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).parent.parent))
 import test_vllm as steps
 
 from xmla import torch_api as xt
-from xmla.vllm import indexer
+from xmla.vllm import backend, indexer
 
 
 def shared_rows(sizes: list[int]) -> bool:
@@ -58,6 +58,20 @@ def shared_rows(sizes: list[int]) -> bool:
     return all(listed) and all((got == want).all() for got in found)
 
 
+def found_mapped() -> list[bool]:
+    """Whether layers find slots of their table: the first of a group, others, and one with another table between."""
+    tables = [torch.zeros(3, 4, dtype=torch.int32) for _ in range(2)]
+    context = SimpleNamespace()
+    backend.get_forward_context = lambda: context
+    layers = [(0, 0, 3), (1, 0, 3), (2, 1, 3), (3, 0, 3), (4, 0, 3), (5, 0, 2), (0, 0, 3)]
+    return [
+        backend.XmlaSparseImpl.is_mapped(
+            SimpleNamespace(index_group=tables, index_group_index=layer), SimpleNamespace(block_table=tables[table]), n
+        )
+        for layer, table, n in layers
+    ]
+
+
 def ops_of(dense: bool, decodes: int, mode: CUDAGraphMode, layer: str) -> list[str]:
     """The ops that the indexer calls in a step, whose main attention is vLLM's dense one or not."""
     step, cache, want = steps.mixed("cpu")
@@ -79,6 +93,7 @@ def ops_of(dense: bool, decodes: int, mode: CUDAGraphMode, layer: str) -> list[s
         "k": torch.zeros(count, q8.shape[2]), "total_seq_lens": 256, "skip_k_cache_insert": False, "use_pcp": False,
         "topk_indices_buffer": torch.full((count, steps.K), -7, dtype=torch.int32), "use_fp4_cache": False,
         "dcp_world_size": 1, "dcp_rank": 0, "cp_kv_cache_interleave_size": 1, "dense_mha_metadata_layer_name": layer,
+        "quant_block_size": q8.shape[2], "topk_tokens": steps.K,
     })  # fmt: skip
     for name, op in kept.items():
         setattr(xt, name, op)
@@ -91,6 +106,7 @@ if __name__ == "__main__":
     print(
         json.dumps({
             "rows": [shared_rows(sizes) for sizes in ([13], [4, 9], [1, 11, 1])],
+            "mapped": found_mapped(),
             "dense": ops_of(True, 0, NONE, "attention"),
             "sparse": [
                 ops_of(False, 0, NONE, "attention"), ops_of(True, 1, NONE, "attention"), ops_of(True, 0, NONE, ""),

@@ -8,7 +8,8 @@ several processes share heads and keys, which --interleave counts, with --late o
 --alone each request comes when those before are done, whose prefixes are not kept. With --blocks the cache has so many
 and each step a dummy batch before it, as of ranks of data parallelism that have no requests; --stages share layers.
 With --sleep the engine sleeps at that level, wakes up, and serves the same requests again; with --offload it serves
-them again over caches that lost all pages but those that vLLM's connector has copied.
+them again over caches that lost all pages but those that vLLM's connector has copied. With --shared the second layer
+has the selection of the first; with --apart each layer maps it itself.
 """
 
 import json
@@ -102,7 +103,7 @@ def serve(
     model: Path, out: Path, reference: bool = False, cache: str = "fp8", drafts: int = 0, gather: bool = False,
     ranks: int = 1, interleave: int = 1, late: bool = False, beside: bool = False, invariant: bool = False,
     alone: bool = False, new: int = 5, blocks: int = 0, stages: int = 1, sleep: int = 0,
-    offload: bool = False,
+    offload: bool = False, shared: bool = False, apart: bool = False,
 ) -> None:  # fmt: skip
     if invariant:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
@@ -116,7 +117,7 @@ def serve(
 
     kind = json.loads((model / "config.json").read_text())["model_type"]
     own = own_v41.prepare() if beside else None
-    if gather or invariant or kind in ("deepseek_v41", "glm5_next_text"):
+    if gather or invariant or apart or kind in ("deepseek_v41", "glm5_next_text"):
         load_general_plugins()
     if invariant:
         from xmla.core.models import memory
@@ -143,8 +144,14 @@ def serve(
     if kind == "glm5_next_text":
         interpreted_glm.prepare()
     compared = own_v41.install(own) if beside else None
+    if apart:
+        from xmla.vllm.backend import XmlaSparseImpl
+
+        XmlaSparseImpl.memory_of_group = lambda *_: None
     page = PAGES[kind]
     preempted = preemptions()
+    if shared:
+        arguments["hf_overrides"] = {"index_topk_pattern": "FS"}
     if blocks:
         arguments["num_gpu_blocks_override"] = blocks
     if stages > 1:

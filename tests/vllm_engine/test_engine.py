@@ -218,6 +218,19 @@ def test_hy_log_probabilities_of_another_implementation(hy_kernels: dict[str, An
     assert max(distances(hy_kernels, original).values()) > 0.05
 
 
+@pytest.mark.skipif(OLD, reason="each layer maps its selection before 0.33")
+@pytest.mark.parametrize(("name", "options"), [("v32", ("--shared",)), ("v32", ("--shared", "--gather")), ("hy", ())])
+def test_slots_of_a_selection_that_layers_share(
+    name: str, options: tuple[str, ...], serve: Callable[..., Any], models: dict[str, Path]
+) -> None:
+    """In steps of decodes the first of these layers maps it for all; the same bits as if each does."""
+    together, apart = (serve(*options, *more, model=models[name]) for more in ((), ("--apart",)))
+    assert together["tokens"] == apart["tokens"] and together["logprobs"] == apart["logprobs"]
+    fewer = apart["calls"]["map_slots"] - together["calls"]["map_slots"]
+    assert fewer > 5, fewer
+    assert all(together["calls"][op] == apart["calls"][op] for op in together["calls"].keys() - {"map_slots"})
+
+
 @pytest.mark.skipif(OLD, reason="new in 0.33")
 def test_ranks_that_share_keys_of_a_model_with_sinks(
     run: Callable[..., Any], models: dict[str, Path], tmp_path: Path
@@ -504,6 +517,7 @@ def test_steps_by_the_metadata_of_newer_releases(run: Callable[..., Any]) -> Non
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["rows"] == [True] * 3
+    assert found["mapped"] == [False, True, False, False, True, False, False]
     assert found["dense"] == ["write_indexer_cache"]
     assert found["sparse"] == [["indexer_topk", "indexer_topk_paged", "write_indexer_cache"]] * 5
 

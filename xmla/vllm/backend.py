@@ -6,13 +6,16 @@ that it has, with the heads of all ranks, and vLLM merges.
 """
 
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from itertools import batched
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 from vllm import _custom_ops
 from vllm.config import get_current_vllm_config
+from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.sparse_mla_attention import (
     SparseMLACommonImpl,
@@ -158,6 +161,8 @@ class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
     supports_mtp_with_cp_non_trivial_interleave_size: ClassVar = True  # each token has its own positions
 
     def __init__(self, *args: Any, sinks: torch.Tensor | None = None, **kwargs: Any) -> None:
+        if kwargs.get("index_group_builder") is None and (builder := groups_of(kwargs["topk_indices_buffer"])):
+            kwargs["index_group_builder"] = builder
         super().__init__(*args, **kwargs)
         self.sinks = sinks  # [H] float32, of this rank's heads
         if sinks is not None:
@@ -198,6 +203,29 @@ class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
         )
         return Workspace(queries, out, scratch, [CallMemory(*tensors) for tensors in batched(others, 3)])
 
+    def memory_of_group(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Slots of so many tokens, and the number of each token's, in memory of all layers with this selection.
+
+        None if there are no others, as before 0.33, or for more tokens than decodes have, whose attention takes long.
+        """
+        group = getattr(self, "index_group", None)
+        if group is None or group.num_layers == 1 or tokens > len(group.valid_topk_counts):
+            return None
+        return group.physical_topk_indices[:tokens], group.valid_topk_counts[:tokens]
+
+    def is_mapped(self, step: Any, tokens: int) -> bool:
+        """Whether the group's memory has the slots of so many tokens by this layer's table; else the layer maps them.
+
+        The first layer always does. Layers of a group may have metadata of their own, and, where vLLM divides caches
+        into groups, tables of their own.
+        """
+        values = vars(get_forward_context()).setdefault("made_by_xmla", {})
+        name, mapped = id(self.index_group), (step.block_table.data_ptr(), step.block_table.shape, tokens)
+        if self.index_group_index and values.get(name) == mapped:
+            return True
+        values[name] = mapped
+        return False
+
     def do_kv_cache_update(
         self, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, *_: Any
     ) -> None:
@@ -233,10 +261,14 @@ class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
         first, lse = 0, None
         for count, (lse, slots, lengths), (pool, table, requests) in zip(counts, space.calls, pools, strict=True):
             part = slice(first, first + count)
-            positions = self.topk_indices_buffer[part]
-            if shards:
-                positions = shards.own(positions)
-            xt.map_slots(positions, table, requests, page_size=page, compact=self.compact, out=(slots, lengths))
+            kept = self.memory_of_group(count) if len(counts) == 1 else None
+            if kept is not None:
+                slots, lengths = kept
+            if kept is None or not self.is_mapped(attn_metadata, count):
+                positions = self.topk_indices_buffer[part]
+                if shards:
+                    positions = shards.own(positions)
+                xt.map_slots(positions, table, requests, page_size=page, compact=self.compact, out=(slots, lengths))
             for begin in range(0, count, self.at_once):
                 rows = slice(begin, begin + self.at_once)
                 xt.sparse_mla(
@@ -245,6 +277,25 @@ class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
                 )  # fmt: skip
             first += count
         return out, lse if shards else None
+
+
+# Of the buffer that a model's indexers write.
+GROUPS = WeakTensorKeyDictionary()
+
+
+def groups_of(selected: torch.Tensor) -> Any:
+    """vLLM's division of layers by the indexer whose selection they have, of a model that makes none, such as Hy4.
+
+    None before 0.33. Its memory is for decodes alone; that of a layer by itself would be for all tokens of a step.
+    """
+    if find_spec("vllm.v1.attention.backends.mla.index_group") is None:
+        return None
+    from vllm.v1.attention.backends.mla import index_group
+
+    if selected not in GROUPS:
+        most = index_group.get_sparse_mla_index_group_max_rows(get_current_vllm_config())
+        GROUPS[selected] = index_group.SparseMLAIndexGroupBuilder(selected, most)
+    return GROUPS[selected]
 
 
 def invariant_scratch(heads: int, keys: int, device: Device) -> int:

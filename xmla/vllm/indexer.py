@@ -12,10 +12,26 @@ from typing import Any
 import torch
 
 from xmla import torch_api as xt
+from xmla.vllm.contract import Arguments
 from xmla.vllm.gathered import once_a_step, once_with_prefills
 from xmla.vllm.refusals import refuse
 from xmla.vllm.shards import Shards
 
+# `topk_tokens` are as many as the buffer's columns, `quant_block_size` as the dims of a key.
+ARGUMENTS = Arguments(
+    read=frozenset((
+        "k_cache_prefix", "kv_cache", "q_quant", "k", "weights", "quant_block_size", "topk_tokens", "head_dim",
+        "total_seq_lens", "topk_indices_buffer", "skip_k_cache_insert", "use_pcp", "use_fp4_cache", "dcp_rank",
+        "dcp_world_size", "cp_kv_cache_interleave_size",
+    )),
+    later=frozenset((
+        "dense_mha_metadata_layer_name", "candidate_blocks", "candidate_block_size", "candidate_write",
+    )),
+    unread=frozenset((
+        "hidden_states", "q_scale", "scale_fmt", "max_model_len", "pcp_shard_decode_requests",
+        "skip_topk_buffer_clear", "topk_backend",
+    )),
+)  # fmt: skip
 SERVED = ("DEEPSEEK_V32_INDEXER", "DEEPSEEK_V4_INDEXER", "DEEPSEEK_V41_INDEXER")
 
 
@@ -129,6 +145,10 @@ def unserved(call: dict[str, Any], backend: str, blocks: Blocks | None = None) -
         f"blocks of a number that is no multiple of 4: {count}": count % 4 != 0,
         "MXFP4 keys of the indexer": call["use_fp4_cache"],
         "prefill context parallelism": call["use_pcp"],
+        f"keys with a scale for every {call['quant_block_size']} of {call['head_dim']} dims": call["quant_block_size"]
+        != call["head_dim"],
+        f"{call['topk_tokens']} keys in a buffer for {call['topk_indices_buffer'].shape[1]}": call["topk_tokens"]
+        != call["topk_indices_buffer"].shape[1],
     }
 
 

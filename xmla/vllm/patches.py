@@ -16,28 +16,32 @@ from vllm.utils.torch_utils import vllm_lib
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from xmla.core.errors import UnsupportedError
-from xmla.vllm import indexer, pools, warmup
-from xmla.vllm.refusals import has_indexer, is_batch_invariant, pool_size
+from xmla.vllm import contract, indexer, pools, warmup
+from xmla.vllm.contract import EVERY, OTHERWISE, SINCE_033
+from xmla.vllm.refusals import has_indexer, is_batch_invariant, pool_size, refuse
 
 BACKEND = "xmla.vllm.backend.XmlaSparseBackend"
 INDEXER = "vllm.model_executor.layers.sparse_attn_indexer"
 V4_MODEL = "vllm.models.deepseek_v4.nvidia.model"
 V41 = "vllm.models.deepseek_v41"
 GLM = "vllm.models.glm5next.nvidia"
-SINCE_033 = SpecifierSet(">=0.33")
-
-EVERY = SpecifierSet(prereleases=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """One function of vLLM: `replace` makes the new one from the old. `on_gpu`: the module needs CUDA."""
+    """One function of vLLM, and what `replace` makes of it.
+
+    Attributes:
+        on_gpu: Whether the module needs CUDA.
+        takes: The first parameters that the function has to have, as its replacement reads them.
+    """
 
     module: str
     name: str
     replace: Callable[[Any], Any]
     releases: SpecifierSet = EVERY
     on_gpu: bool = False
+    takes: tuple[str, ...] = ()
 
 
 def prefer_xmla_for_mla(priorities: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
@@ -75,10 +79,14 @@ def op_by_keywords(module: Any) -> Callable[[Any], Any]:
     def replace(original: Callable[..., Any]) -> Callable[..., Any]:
         parameters = inspect.signature(original).parameters
         defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+        unknown = module.ARGUMENTS.unknown(original)
 
         @eager_break_during_capture  # as the original: piecewise graphs break here, since a step's metadata changes
         def op(*args: Any, **kwargs: Any) -> Any:
-            return module.run(defaults | dict(zip(parameters, args, strict=False)) | kwargs)
+            call = defaults | dict(zip(parameters, args, strict=False)) | kwargs
+            if unknown:
+                refuse(contract.unserved(original.__name__, call, unknown))
+            return module.run(call)
 
         return op
 
@@ -116,14 +124,20 @@ def patch_worker(worker: type) -> type:
 PATCHES = (
     # Without --attention-backend vLLM takes the first of this list that serves the model. A backend that the user
     # names stays what it is; `--attention-backend CUSTOM` names xmla's.
-    Patch("vllm.platforms.cuda", "_get_backend_priorities", prefer_xmla_for_mla, on_gpu=True),
+    Patch("vllm.platforms.cuda", "_get_backend_priorities", prefer_xmla_for_mla, on_gpu=True, takes=("use_mla",)),
     # DeepSeek-V4's layers ask for no backend, but for a class by the backend that the user names. So do V4.1's.
-    Patch(V4_MODEL, "_select_dsv4_attn_cls", prefer_xmla_for_layers("xmla.vllm.attention_v4", "XmlaV4Attention")),
+    Patch(
+        V4_MODEL,
+        "_select_dsv4_attn_cls",
+        prefer_xmla_for_layers("xmla.vllm.attention_v4", "XmlaV4Attention"),
+        takes=("vllm_config",),
+    ),
     Patch(
         f"{V41}.nvidia.model",
         "_select_dsv4_attn_cls",
         prefer_xmla_for_layers("xmla.vllm.attention_v41", "XmlaV41Attention"),
         SINCE_033,
+        takes=("vllm_config",),
     ),
     # On sm_100 vLLM's caches of V4.1 have entries of 528 bytes; with xmla they have V4's everywhere, as on Hopper.
     Patch(f"{V41}.attention", "_use_v41_mxfp8_kv_record", always(False), SINCE_033),
@@ -179,7 +193,8 @@ def install(release: str) -> None:
     """Make every change that is for this release, once in a process.
 
     Raises:
-        UnsupportedError: Something that is replaced is not there, or a model that calls it was imported before.
+        UnsupportedError: Something that is replaced or read is not there or is another, or a model that calls it was
+            imported before.
     """
     if AttentionBackendEnum.CUSTOM.is_overridden() and AttentionBackendEnum.CUSTOM.get_path() == BACKEND:
         return
@@ -187,6 +202,7 @@ def install(release: str) -> None:
     for patch in PATCHES:
         if patch.releases.contains(release) and (current_platform.is_cuda() or not patch.on_gpu):
             apply(patch, release)
+    contract.check(release)
     loaded = {name: getattr(module, "__dict__", {}) for name, module in sys.modules.items()}
     early = [name for name, names in loaded.items() if names.get("sparse_attn_indexer") is original]
     if early:
@@ -205,13 +221,15 @@ def apply_all(patches: tuple[Patch, ...], release: str) -> None:
 
 
 def apply(patch: Patch, release: str) -> None:
-    """Make a change. Raises UnsupportedError if the function that is replaced is not there."""
+    """Make a change. Raises UnsupportedError if the function that is replaced is not there, or takes other things."""
     try:
         module = importlib.import_module(patch.module)
         original = getattr(module, patch.name)
     except (ImportError, AttributeError) as error:
         raise UnsupportedError(
-            f"xmla.vllm: vLLM {release} has no {patch.module}.{patch.name}, which xmla replaces ({error}); "
-            "without xmla in VLLM_PLUGINS vLLM serves with its own kernels"
+            f"xmla.vllm: vLLM {release} has no {patch.module}.{patch.name}, which xmla replaces ({error}); {OTHERWISE}"
         ) from error
+    if patch.takes and (actual := tuple(inspect.signature(original).parameters))[: len(patch.takes)] != patch.takes:
+        told = contract.differing(f"{patch.module}.{patch.name}", release, actual, patch.takes)
+        raise UnsupportedError(f"xmla.vllm: {told}; {OTHERWISE}")
     setattr(module, patch.name, patch.replace(original))

@@ -11,9 +11,22 @@ import torch
 
 from xmla import torch_api as xt
 from xmla.vllm import indexer
+from xmla.vllm.contract import Arguments
 from xmla.vllm.gathered import once_a_step, once_with_prefills
 from xmla.vllm.refusals import refuse
 
+ARGUMENTS = Arguments(
+    read=frozenset((
+        "k_cache_prefix", "kv_cache", "q_quant", "k", "weights", "topk_tokens", "head_dim", "total_seq_lens",
+        "topk_indices_buffer", "use_fp4_cache", "gate_score", "compress_ape", "index_kpool", "positions",
+        "tail_kv_cache", "tail_prefix", "dcp_world_size",
+    )),
+    later=frozenset(),
+    unread=frozenset((
+        "hidden_states", "q_scale", "quant_block_size", "scale_fmt", "max_pool_len", "skip_k_cache_insert",
+        "topk_backend", "dcp_rank", "cp_kv_cache_interleave_size",
+    )),
+)  # fmt: skip
 DIM = 128  # of keys, as vLLM's kernels have it
 LEAST_HEADS = 32  # of the indexer: vLLM adds heads of zeros, which DeepGEMM asks for
 
