@@ -107,7 +107,7 @@ demo: $(DEMO_READY)
 
 # build/docs/html/index.html, offline; a warning is an error.
 docs: $(READY)
-	$(ENV) $(PYTHON) docs/build.py
+	$(ENV) $(PYTHON) -m docs.build
 
 # What does not fit the built pages on a phone and on a desktop, by Chromium, which CI does not have.
 pages: docs

@@ -1,9 +1,10 @@
 """Documents as HTML: the pages of this folder, one made for every public op, and the files that pages link to.
 
-python docs/build.py [folder]       (build/docs; `make docs`)
+python -m docs.build [folder]       (build/docs; `make docs`)
 
-Pages are put together in `<folder>/source`, so that nothing made is committed; Sphinx then reads them strictly: a
-warning is an error.
+Pages are put together in `<folder>/source`; Sphinx then reads them strictly: a warning is an error. `python -m
+tools.report` writes tables of the declarations into the pages, which a viewer of the repository shows; a built page has
+more in their place.
 """
 
 import inspect
@@ -17,28 +18,20 @@ from pathlib import Path
 from textwrap import wrap
 
 import xmla
+from tools.report import declarations
+from tools.report.declarations import plain, table
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import MLA_LAYOUTS, MlaLayout
 from xmla.core.op import Op
 from xmla.core.op.docstrings import JAX, TORCH, document, updates
-from xmla.core.registry import FAMILIES, public_ops
+from xmla.core.registry import public_ops
 from xmla.layouts import LAYOUTS
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
-FORMATS = "<!-- formats -->"
-GLOSSARY = "<!-- glossary -->"
-OPS = "<!-- ops -->"
-PACKAGE = "<!-- package -->"
 FORMAT_NAMES = {layout.name for layout in MLA_LAYOUTS}
 HEADINGS = ("Args", "Returns", "Raises", "Example", "Implementations, best first")
 LANGUAGES = {".py": "python", ".md": "markdown", ".toml": "toml"}  # not results, which are long
-
-
-def plain(text: str) -> str:
-    """Prose of a docstring as Markdown: everything but `code` stands for itself."""
-    parts = re.split(r"(`[^`]*`)", text)
-    return "".join(part if part.startswith("`") else re.sub(r"([\\*_<>\[\]|#])", r"\\\1", part) for part in parts)
 
 
 def paragraphs(text: str) -> str:
@@ -79,10 +72,6 @@ def sections(doc: str) -> tuple[str, dict[str, str], str]:
             current = ""
             (notes if found else text).append(line)
     return "\n".join(text), found, "\n".join(notes)
-
-
-def table(head: str, rows: list[str]) -> str:
-    return "\n".join([f"| {head} |", "|---" * (head.count("|") + 1) + "|", *rows]) + "\n"
 
 
 def signature(op: Op, front_end: str, options: str) -> str:
@@ -201,20 +190,6 @@ def folded(text: str, op: str | None = None) -> str:
     return table(" | ".join([*start, *map(", ".join, columns.values())]), [f"| {' | '.join(row)} |" for row in shown])
 
 
-def op_table() -> str:
-    """The public ops by family, with their first sentence."""
-    shown, public = [], public_ops()
-    for family in FAMILIES:
-        rows = []
-        for op in (op for op in family.OPS if op.name in public):
-            summary = " ".join(inspect.cleandoc(op.doc).partition("\n\n")[0].split())
-            rows.append(f"| [`{op.name}`](/ops/{op.name}.md) | {plain(summary)} |")
-        title = inspect.cleandoc(family.__doc__ or "").partition("\n")[0].rstrip(".")
-        shown.append(f"## {title}\n\n{table('op | what it does', rows)}")
-    pages = "\n".join(f"ops/{op.name}" for family in FAMILIES for op in family.OPS if op.name in public)
-    return "\n".join(shown) + f"\n```{{toctree}}\n:hidden:\n\n{pages}\n```\n"
-
-
 def fields_of(layout: MlaLayout | IndexerLayout) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
     """What an entry holds, in bytes (elements of a plain row): beside it, and in its part of the page's footer."""
     if isinstance(layout, IndexerLayout):
@@ -247,14 +222,6 @@ def fields_of(layout: MlaLayout | IndexerLayout) -> tuple[list[tuple[str, int]],
 
 # As in the pictures of docs/images (docs/concepts.md has the legend).
 COLORS = {"scale": "#8957e5", "rope": "#d29922", "pad": "#8b949e"}
-
-
-WRITERS = {
-    "v32": "DeepSeek-V3.2", "v4": "DeepSeek-V4", "v41": "DeepSeek-V4.1", "v41_fp4": "V4.1, compressed entries",
-    "v41_footer": "V4.1 before FlashMLA of 2026-09-30", "v41_fp4_footer": "the same, compressed entries",
-    "nope": "GLM in FlashInfer", "nvfp4": "vLLM's `nvfp4_ds_mla`", "plain": "V3.2's dims", "plain_v4": "V4's dims",
-    **{layout.name: "indexer keys" for layout in LAYOUTS if isinstance(layout, IndexerLayout)},
-}  # fmt: skip
 
 
 def diagram(layout: MlaLayout | IndexerLayout) -> str:
@@ -290,32 +257,16 @@ def diagram(layout: MlaLayout | IndexerLayout) -> str:
     )
 
 
-def format_table() -> str:
-    """All formats side by side."""
-    if WRITERS.keys() != {layout.name for layout in LAYOUTS}:
-        names = ", ".join(sorted(WRITERS.keys() ^ {layout.name for layout in LAYOUTS}))
-        raise RuntimeError(f"docs/build.py: WRITERS and the formats differ in {names}")
-    rows = []
-    for layout in LAYOUTS:
-        if isinstance(layout, IndexerLayout):
-            values, scale = ("e4m3", "float32, each key") if layout.format == "fp8" else ("e2m1", "UE8M0, each 32 dims")
-            dims, where = str(layout.dim), "page's footer"
-        else:
-            values = layout.values if layout.packed else "16-bit"
-            dims = f"{layout.latent} + {layout.rope}" if layout.rope else str(layout.latent)
-            if layout.rope_values == "bfloat16" or (layout.rope_values == "e4m3" and values == "e2m1"):
-                values += f", rope {layout.rope_values}"
-            scale = f"{layout.scale}, each {layout.tile} dims".replace("ue8m0", "UE8M0") if layout.packed else ""
-            where = ("page's footer" if layout.footer else "entry") if layout.packed else ""
-        row = f"{layout.row} bytes" if layout.packed else f"{layout.row} elements"
-        name = f"[{layout.name}](#{layout.name.replace('_', '-')})"
-        rows.append(f"| {name} | {WRITERS[layout.name]} | {row} | {dims} | {values} | {scale} | {where} |")
-    return table("format | of | ROW | dims | values | scales | scales in", rows)
+def ops() -> str:
+    """The table of ops, with a page for each."""
+    pages = "\n".join(f"ops/{name}" for name in public_ops())
+    made = declarations.ops(lambda op: f"/ops/{op.name}.md")
+    return f"{made}\n```{{toctree}}\n:hidden:\n\n{pages}\n```\n"
 
 
 def formats() -> str:
     """Every declared format with its bytes."""
-    shown = [format_table()]
+    shown = [declarations.formats(lambda layout: f"[{layout.name}](#{layout.name.replace('_', '-')})")]
     for layout in LAYOUTS:
         shown.append(f"## {layout.name}")
         if isinstance(layout, IndexerLayout):
@@ -336,42 +287,27 @@ def formats() -> str:
     return "\n\n".join(shown)
 
 
-def glossary() -> str:
-    """The axes, from the package's docstring."""
-    text = (xmla.__doc__ or "").partition("Glossary of axes, the same everywhere:\n")[2]
-    body, _, rest = text.partition("\nA prefix ")
-    rows = []
-    for line in inspect.cleandoc("\n" + body).splitlines():
-        names, _, meaning = line.partition("  ")
-        if names:
-            rows.append(f"| `{names}` | {plain(meaning.strip())} |")
-        else:
-            rows[-1] = f"{rows[-1].removesuffix(' |')} {plain(meaning.strip())} |"
-    return table("axis | meaning", rows) + f"\nA prefix {plain(' '.join(rest.split()))}\n"
-
-
 def package() -> str:
-    """The functions and classes that the package itself exports."""
+    """The functions and classes that the package itself exports, with their docstrings."""
     shown = []
-    for name in dir(xmla):
+    for name in declarations.exported():
         value = getattr(xmla, name)
-        if not getattr(value, "__module__", "").startswith("xmla.") or name.startswith("_"):
-            continue
         kind = "function" if inspect.isfunction(value) else "exception" if issubclass(value, Exception) else "class"
         shown.append(f".. auto{kind}:: xmla.{name}")
     return "\n\n".join(["```{eval-rst}", *shown, "```"])
 
 
-MADE = {FORMATS: formats, GLOSSARY: glossary, OPS: op_table, PACKAGE: package}
+# Of a page the table between two comments, in whose place the built page has more.
+MADE = {"formats.md": formats, "ops.md": ops, "package.md": package}
 
 
 def pages() -> Iterator[tuple[Path, Path, str]]:
     """Every page: its place, the file whose relative links it has, its text."""
     for file in sorted(DOCS.rglob("*.md")):
         text = file.read_text()
-        for marker, make in MADE.items():
-            if marker in text:
-                text = text.replace(marker, make())
+        if make := MADE.get(file.name):
+            before, rest = text.split(f"<!-- {file.stem} -->\n")
+            text = before + make() + rest.split(f"<!-- /{file.stem} -->\n")[1]
         if file.name == "support.md":
             text = text.partition("| op |")[0] + folded(text)
         yield file.relative_to(DOCS), file, text

@@ -1,4 +1,4 @@
-"""Sphinx: the pages that `python docs/build.py` has put beside this file. Nothing is fetched when they are read."""
+"""Sphinx: the pages that `python -m docs.build` has put beside this file. Nothing is fetched when they are read."""
 
 from functools import cache
 from typing import Any

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.report import (
+    declarations,
     engines,
     evidence,
     frameworks,
@@ -71,6 +72,10 @@ TABLES = (
         "h200/bench.jsonl", "h200/frameworks.jsonl", "h100/bench.jsonl", "h200/backward.jsonl", "h100/backward.jsonl",
         "h200/layer.jsonl", "h200/megatron.jsonl", "h200/vllm_033.jsonl", "h100/vllm_033.jsonl",
     )),
+    Table("docs/concepts.md", "axes", declarations.axes, ()),
+    Table("docs/formats.md", "formats", declarations.formats, ()),
+    Table("docs/ops.md", "ops", declarations.ops, ()),
+    Table("docs/package.md", "package", declarations.package, ()),
     Table("docs/contract.md", "evidence", evidence.report, ("h200/test.jsonl", "h200/contract.jsonl")),
     Table("docs/megatron.md", "megatron", megatron.report, ("h200/megatron.jsonl",)),
     Table("docs/performance.md", "ops", summary.ops, (
