@@ -213,3 +213,26 @@ def test_every_attribute_is_read(op: Op) -> None:
                 op.plan(problem, device)
     of_the_derivative = {"deterministic"} if op.name == "sparse_mla" else set()
     assert op.defaults.keys() - names == of_the_derivative
+
+
+# The gradients do not follow from these: what an empty row's lse is, and how a row's keys are split.
+WITHOUT_GRADIENTS = {"sparse_mla": {"empty_lse", "batch_invariant"}}
+
+
+def test_a_derivative_takes_every_attribute_that_changes_it() -> None:
+    """One that it did not take would be dropped, and the gradients be those of another call."""
+    for op in OPS.values():
+        if op.derivative is not None and not op.derivative.tensors.keys().isdisjoint(op.tensors):
+            dropped = op.defaults.keys() - op.derivative.defaults.keys()
+            assert dropped == WITHOUT_GRADIENTS.get(op.name, set()), op
+
+
+# What cases leave as it is: results do not follow from it, and a plain row's format follows from its size.
+WITHOUT_CASES = {"sparse_mla": {"deterministic"}, "sparse_mla_backward": {"cache_format", "extra_cache_format"}}
+
+
+@pytest.mark.parametrize("op", [op for op in OPS.values() if not op.steps], ids=kit.case_id)
+def test_every_attribute_has_a_case(op: Op) -> None:
+    """With another value than its default, or no kernel would have to read it; an op's steps have cases themselves."""
+    varied = {name for case in op.cases for name, value in case.attrs.items() if value != op.defaults[name]}
+    assert op.defaults.keys() - varied == WITHOUT_CASES.get(op.name, set())
