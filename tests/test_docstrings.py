@@ -19,6 +19,7 @@ from conftest import HAS_GPU
 
 import xmla
 from xmla import jax_api, torch_api
+from xmla.core.formats.mla import MLA_LAYOUTS
 from xmla.core.op import Op
 from xmla.core.op.docstrings import JAX, TORCH, Style, document
 from xmla.core.registry import public_ops, registry
@@ -77,6 +78,20 @@ def test_help_leads_to_where_the_keywords_of_every_function_are_explained(op: Op
         assert entry in inspect.getdoc(function).partition("\nArgs:\n")[2]
         for keyword in keywords:
             assert module.__doc__.count(f"\n  {keyword}: ") == 1, keyword
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_arguments_and_attributes_have_an_entry(op: Op) -> None:
+    """Each one entry among `Args`, of its own or shared."""
+    told = (inspect.getdoc(op.prototype) or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
+    entries = re.findall(r"^    (\w+(?:, \w+)*): ", told, re.MULTILINE)
+    named = [name for entry in entries for name in entry.split(", ")]
+    assert sorted(named) == sorted([*op.tensors, *op.defaults])
+
+
+def test_every_format_is_told_where_it_is_written() -> None:
+    told = inspect.getdoc(torch_api.write_mla_cache) or ""
+    assert [layout.name for layout in MLA_LAYOUTS if f'"{layout.name}"' not in told] == []
 
 
 def test_help_explains_every_axis() -> None:
