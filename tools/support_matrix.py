@@ -11,10 +11,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from xmla.core.values import KNOWN_DEVICES
+
 ROOT = Path(__file__).parent.parent
 FILE = ROOT / "docs" / "support.md"
 SCRIPT = Path(__file__).with_name("compile_plans.py")
-ARCHITECTURES = (90, 100, 103, 120, 121, 89, 80)
+ARCHITECTURES = tuple(dict.fromkeys(device.arch for device in KNOWN_DEVICES))
 NOWHERE = Path(__file__).with_name("none.json")
 SHORT = {"wgmma.mma_async": "wgmma", "tcgen05.mma": "tcgen05", "mma.sync": "mma.sync"}
 Line = Mapping[str, Any]
