@@ -4,6 +4,8 @@ import pytest
 from conftest import EVERYTHING
 
 from tools import soak
+from xmla.core.models.checkpoint import model_config
+from xmla.core.models.published import PUBLISHED
 from xmla.core.values import B200, H200, RTX_PRO_6000, Device
 
 STEPS = 5000 if EVERYTHING else 800
@@ -21,3 +23,8 @@ def test_steps_launch_no_other_kernel(name: str, number: int, device: Device, fr
     for place in range(STEPS):
         missing = soak.unlisted(soak.step(config, (number, place), framework), device, listed)
         assert not missing, f"{missing[0]}; python -m tools.soak --rerun {name}/{number}/{place}, of {config}"
+
+
+def test_every_released_model_is_planned_at_random() -> None:
+    """A class that `MODELS` lacks could miss kernels in its warm-up without a test that tells."""
+    assert {type(model_config(name)) for name in PUBLISHED} == set(soak.MODELS.values())
