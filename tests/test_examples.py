@@ -25,6 +25,8 @@ def test_example(
     """As programs that begin; elsewhere than on a GPU and in `make test ALL=1`, the simple ones in this process, which
     has imported what takes half of their time."""
     code = example.read_text()
+    if "Trainer" in code and HAS_GPU:
+        pytest.importorskip("accelerate")  # which transformers' Trainer needs, and the group `dev` brings
     pictures = [tmp_path / "curves.png"] if "picture" in code else []
     command = [str(example), *map(str, pictures)]
     if EVERYTHING or any(word in code for word in OF_A_PROCESS):

@@ -1,0 +1,55 @@
+"""Fine-tune a DeepSeek-V3.2 checkpoint by transformers' Trainer, its indexers with the rest: attention by xmla.
+
+python examples/finetune_trainer.py [FOLDER]
+
+FOLDER is that of a checkpoint; without it a small model with random weights is made. Trainer needs accelerate.
+"""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: the same kernels, interpreted
+
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from xmla.demo.deepseek_v32 import build
+from xmla.transformers import IndexerLoss
+
+
+class TrainerOfIndexers(Trainer):
+    """The model's loss plus that of its indexers, which the model's own does not reach."""
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        losses = IndexerLoss()
+        inputs = inputs | {"use_cache": False, "indexer_loss": losses}
+        loss, out = super().compute_loss(model, inputs, True, num_items_in_batch)
+        # Trainer adds the losses of several batches up, of which each counts by its tokens.
+        total = losses.added_to(loss, coeff=1 / self.args.gradient_accumulation_steps)
+        return (total, out) if return_outputs else total
+
+
+with tempfile.TemporaryDirectory() as scratch:
+    small = len(sys.argv) == 1
+    if small:
+        build("cpu", index_topk=8).save_pretrained(scratch)
+    model = AutoModelForCausalLM.from_pretrained(scratch if small else sys.argv[1], dtype="float32")
+    model.set_attn_implementation("xmla")
+    before = {name: parameter.clone() for name, parameter in model.named_parameters() if ".indexer." in name}
+    texts = torch.randint(model.config.vocab_size, (4, 16 if small else 4096))
+    arguments = TrainingArguments(
+        scratch, max_steps=2, per_device_train_batch_size=1, gradient_accumulation_steps=2, learning_rate=1e-4,
+        bf16=True, activation_checkpointing=True, logging_steps=1, save_strategy="no", report_to=[],
+        use_cpu=not torch.cuda.is_available(),
+    )  # fmt: skip
+    trainer = TrainerOfIndexers(model, arguments, train_dataset=[{"input_ids": text, "labels": text} for text in texts])
+    result = trainer.train()
+    learned = sum(not torch.equal(model.get_parameter(name).cpu(), old) for name, old in before.items())
+    print(f"loss {result.training_loss:.3f}, {learned} of {len(before)} parameters of indexers changed")
+    print(f"{texts.numel() / result.metrics['train_runtime']:.1f} tokens/s, compilation included")
