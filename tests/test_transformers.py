@@ -14,6 +14,7 @@ from transformers import DeepseekV4Config, LlamaConfig
 
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.transformers import SERVED, LatentCache, models
+from xmla.transformers.selection import quantized
 
 # transformers warns of its own deprecations.
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.slow]
@@ -81,6 +82,9 @@ def test_generated_tokens_are_those_of_a_pass_without_a_cache(kind: str, cache: 
     if cache == "fp8" and kind == "mistral_large4_text":
         with pytest.raises(UnsupportedError, match="layers without rotated keys, entries of fp8 have them"):
             LatentCache(model.config, "fp8")
+    model.config.index_head_dim = 96
+    with pytest.raises(UnsupportedError, match="the indexer's keys have 96 dims, those of fp8 have 32, 64 or 128"):
+        LatentCache(model.config, indexer_keys="fp8")
         return
     if cache == "static":
         options["cache_implementation"] = "static"
@@ -106,6 +110,44 @@ def test_beams_and_drafts_of_another_model(device: str) -> None:
             for cache in (None, LatentCache(model.config))
         ]
         assert torch.equal(*made)
+
+
+@pytest.mark.parametrize("how", ["none", "left"])
+@pytest.mark.parametrize("kind", SERVED)
+def test_indexer_keys_in_fp8(kind: str, how: str, device: str) -> None:
+    """Bytes and scales are those of the model's own keys after any change, and most keys are selected as from these."""
+    model, tokens = build(kind, device), text(device)
+    mask = padded(tokens, how).get("attention_mask", torch.ones_like(tokens))
+    caches = [transformers.DynamicCache(config=model.config), LatentCache(model.config, indexer_keys="fp8")]
+    selected: list[torch.Tensor] = []
+    first_layer(model).indexer.register_forward_hook(lambda module, args, result: selected.append(result))
+    changes = (
+        lambda cache: cache.reorder_cache(torch.tensor([1, 0], device=device)),
+        lambda cache: cache.crop(-3),
+        lambda cache: cache.batch_repeat_interleave(2),
+    )
+    both = [tokens, mask]
+    for first, last, change in ((0, 30, changes[0]), (30, 31, changes[1]), (28, 32, changes[2]), (32, 33, None)):
+        positions = (both[1].cumsum(1) - 1).clamp(min=0)[:, first:last]
+        for cache in caches:
+            logits(
+                model, "xmla", both[0][:, first:last], attention_mask=both[1][:, :last], position_ids=positions,
+                cache=cache,
+            )  # fmt: skip
+        own, ours = (cache.layers[0] for cache in caches)
+        values, scales = quantized(own.indexer_keys)
+        assert torch.equal(ours.indexer_keys, values) and torch.equal(ours.scales.written()[..., 0], scales)
+        theirs, chosen = (torch.zeros(len(both[0]), last - first, last + 1, device=device) for _ in range(2))
+        for each, indices in zip((theirs, chosen), selected[-2:], strict=True):
+            each.scatter_(2, indices.where(indices >= 0, last).long(), 1)
+        seen = theirs[..., :-1].sum(-1)
+        assert torch.equal(chosen[..., :-1].sum(-1), seen)
+        assert (theirs * chosen)[..., :-1].sum() > 0.9 * seen.sum()
+        if change is not None:
+            for cache in caches:
+                change(cache)
+            order = {0: [1, 0], 28: [0, 0, 1, 1]}.get(first)
+            both = both if order is None else [each[order] for each in both]
 
 
 def test_a_cache_that_changes_rows(device: str) -> None:
@@ -216,6 +258,11 @@ def test_what_is_not_served_is_refused(device: str) -> None:
         model(tokens, cache=LatentCache(model.config))
     with pytest.raises(ArgumentError, match="entries is 'fp4', expected None or 'fp8'"):
         LatentCache(model.config, "fp4")
+    with pytest.raises(ArgumentError, match="indexer_keys is 'fp4', expected None or 'fp8'"):
+        LatentCache(model.config, indexer_keys="fp4")
     model.config.kv_lora_rank = 256
     with pytest.raises(UnsupportedError, match="latents of 256 and 64 dims, entries of fp8 have 512 and 64"):
         LatentCache(model.config, "fp8")
+    model.config.index_head_dim = 96
+    with pytest.raises(UnsupportedError, match="the indexer's keys have 96 dims, those of fp8 have 32, 64 or 128"):
+        LatentCache(model.config, indexer_keys="fp8")

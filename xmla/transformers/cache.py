@@ -1,5 +1,6 @@
 """A cache of latents as the kernels read them, which grows in place."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,7 +9,9 @@ from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
 from xmla import torch_api as xt
 from xmla.core.errors import ArgumentError, UnsupportedError
+from xmla.core.formats.indexer import INDEXER_DIMS
 from xmla.core.formats.mla import V32
+from xmla.transformers.selection import Keys, quantized
 
 LEAST = 256  # tokens of a new array
 
@@ -30,6 +33,10 @@ class _Growing:
             self.array = larger
         return self.array[:, first : self.length]
 
+    def add(self, rows: torch.Tensor) -> None:
+        batch, tokens, row = rows.shape
+        self.room(batch, tokens, row, rows.dtype, rows.device)[:] = rows
+
     def written(self) -> torch.Tensor:
         return self.array[:, : self.length]
 
@@ -42,9 +49,13 @@ class _Growing:
 
 
 class _LatentLayer(DynamicIndexedLayer):
-    def __init__(self, entries: str | None) -> None:
+    def __init__(self, entries: str | None, indexer_keys: str | None) -> None:
         super().__init__()
-        self.entries, self.rows, self.of_indexer, self.latent = entries, _Growing(), _Growing(), 0
+        self.entries, self.format_of_keys, self.latent = entries, indexer_keys, 0
+        self._empty()
+
+    def _empty(self) -> None:
+        self.rows, self.of_indexer, self.scales = self.arrays = _Growing(), _Growing(), _Growing()
 
     def _show(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Have `keys` and `values` be what is written."""
@@ -78,18 +89,21 @@ class _LatentLayer(DynamicIndexedLayer):
         pages = array.view(batch * capacity, 1, row)
         xt.write_mla_cache(latent.reshape(-1, V32.latent), rope.reshape(-1, V32.rope), slots.flatten(), pages)
 
-    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        batch, tokens, row = indexer_key_states.shape
-        room = self.of_indexer.room(batch, tokens, row, indexer_key_states.dtype, indexer_key_states.device)
-        room[:] = indexer_key_states
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> Any:
+        """The keys so far, with scales if they have any."""
+        keys = quantized(indexer_key_states) if self.format_of_keys else Keys(indexer_key_states)
+        self.of_indexer.add(keys.values)
+        if keys.scales is not None:
+            self.scales.add(keys.scales[..., None])
         self.is_indexer_initialized = True
         self._show()
-        return self.of_indexer.written()
+        scales = None if keys.scales is None else self.scales.written()[..., 0]
+        return Keys(self.of_indexer.written(), scales)
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:
             raise ArgumentError(f"crop: tokens_to_remove is {tokens_to_remove}, expected minus the number of tokens")
-        for each in (self.rows, self.of_indexer):
+        for each in self.arrays:
             each.length = max(0, each.length + tokens_to_remove)
         self._show()
 
@@ -97,7 +111,7 @@ class _LatentLayer(DynamicIndexedLayer):
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        for each in (self.rows, self.of_indexer):
+        for each in self.arrays:
             each.select(indices)
         self._show()
 
@@ -107,17 +121,17 @@ class _LatentLayer(DynamicIndexedLayer):
             self.batch_select_indices(batch.repeat_interleave(repeats))
 
     def offload(self) -> None:
-        for each in (self.rows, self.of_indexer):
+        for each in self.arrays:
             each.to("cpu")
         self._show()
 
     def prefetch(self) -> None:
-        for each in (self.rows, self.of_indexer):
+        for each in self.arrays:
             each.to(self.device)
         self._show()
 
     def reset(self) -> None:
-        self.rows, self.of_indexer = _Growing(), _Growing()
+        self._empty()
         super().reset()
 
 
@@ -130,16 +144,19 @@ class LatentCache(DynamicCache):
         config: The model's.
         entries: None: rows of the model's dtype. "fp8": the 656 bytes of DeepSeek-V3.2's entries, of which the latents
             are fp8 with a scale for each 128 dims, and the rotated keys bfloat16.
+        indexer_keys: None: of the model's dtype. "fp8": e4m3 with a scale for each key, as DeepSeek-V3.2's indexer has
+            them, 132 bytes instead of 256; queries are quantised, too.
 
     Raises:
-        ArgumentError: `entries` is another word.
-        UnsupportedError: The model's latents and rotated keys have other sizes than the entries.
+        ArgumentError: `entries` or `indexer_keys` is another word.
+        UnsupportedError: The model's latents, rotated keys or indexer's keys have other sizes than the formats.
     """
 
-    def __init__(self, config: Any, entries: str | None = None) -> None:
+    def __init__(self, config: Any, entries: str | None = None, indexer_keys: str | None = None) -> None:
         super().__init__(config=config)
-        if entries not in (None, "fp8"):
-            raise ArgumentError(f"LatentCache: entries is {entries!r}, expected None or 'fp8'")
+        for name, word in (("entries", entries), ("indexer_keys", indexer_keys)):
+            if word not in (None, "fp8"):
+                raise ArgumentError(f"LatentCache: {name} is {word!r}, expected None or 'fp8'")
         text = config.get_text_config(decoder=True)
         if entries and (text.kv_lora_rank, text.qk_rope_head_dim) != (V32.latent, V32.rope):
             raise UnsupportedError(
@@ -148,4 +165,9 @@ class LatentCache(DynamicCache):
             )
         if entries and 0 in (getattr(text, "no_rope_layers", None) or ()):
             raise UnsupportedError("LatentCache: the model has layers without rotated keys, entries of fp8 have them")
-        self.layers = [_LatentLayer(entries) if isinstance(layer, DynamicLayer) else layer for layer in self.layers]
+        if indexer_keys and text.index_head_dim not in INDEXER_DIMS:
+            raise UnsupportedError(
+                f"LatentCache: the indexer's keys have {text.index_head_dim} dims, those of fp8 have 32, 64 or 128"
+            )
+        layer_of = partial(_LatentLayer, entries, indexer_keys)
+        self.layers = [layer_of() if isinstance(layer, DynamicLayer) else layer for layer in self.layers]

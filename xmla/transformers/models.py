@@ -16,7 +16,7 @@ from xmla.transformers.attention import autocast, latents
 from xmla.transformers.cache import LatentCache
 from xmla.transformers.learning import ASKED, IndexerLoss
 from xmla.transformers.masks import Visible, part, visible
-from xmla.transformers.selection import Projected, select
+from xmla.transformers.selection import Keys, Projected, select
 
 NAME = "xmla"
 AT_ONCE = 8192  # queries that attention projects: those of all heads are 150 KB a token and more
@@ -193,10 +193,11 @@ def _indexer(own: Callable[..., Any], project: Callable[..., Projected]) -> Call
         with torch.set_grad_enabled(losses is not None and torch.is_grad_enabled()):
             query, keys, weights = project(self, read)
             projected = Projected(autocast(query), autocast(keys), weights)
-        keys = projected.keys.detach()
+        keys = Keys(projected.keys.detach())
         if arguments.get("cache") is not None:
-            keys = arguments["cache"].update_indexer(keys, self.layer_idx)
-        queries, length = projected.query.shape[1], keys.shape[1]
+            cached = arguments["cache"].update_indexer(keys.values, self.layer_idx)
+            keys = cached if isinstance(cached, Keys) else Keys(cached)
+        queries, length = projected.query.shape[1], keys.values.shape[1]
         seen = Visible.of(arguments["attention_mask"], queries, length)
         if losses is not None:
             if length != queries:
@@ -207,6 +208,6 @@ def _indexer(own: Callable[..., Any], project: Callable[..., Projected]) -> Call
             losses.keep(self, projected, seen)
         with torch.no_grad():
             k = length if losses is not None and losses.dense else self.index_topk
-            return select(projected._replace(keys=keys), seen, k)
+            return select(projected.query, projected.weights, keys, seen, k)
 
     return forward

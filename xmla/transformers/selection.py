@@ -1,5 +1,6 @@
 """The keys that queries of a batch attend to."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -18,44 +19,73 @@ class Projected(NamedTuple):
     weights: torch.Tensor  # [B, S, I] float32, with all factors of the scores
 
 
-def select(projected: Projected, seen: Visible, k: int) -> torch.Tensor:
-    """The keys of the k highest scores among those that each query sees: [B, S, min(k, N)] int32, −1 at the end."""
-    keys = projected.keys
-    length = keys.shape[1]
+class Keys(NamedTuple):
+    """The keys of an indexer's cache, or of the tokens of a pass."""
+
+    values: torch.Tensor  # [B, N, D] of 16 bits, or bytes of e4m3, which fewer operations of PyTorch take
+    scales: torch.Tensor | None = None  # [B, N] float32, factors of values in e4m3
+
+    def each(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Keys":
+        """What a function makes of values and scales."""
+        return Keys(function(self.values), None if self.scales is None else function(self.scales))
+
+
+def quantized(keys: torch.Tensor) -> Keys:
+    """Keys in fp8, by the rule of `write_indexer_cache`, which is that of queries."""
+    one = torch.ones((keys.shape[:-1].numel(), 1), dtype=torch.float32, device=keys.device)
+    values, scales = xt.quantize_indexer_query(keys.reshape(-1, 1, keys.shape[-1]), one, scale=1.0)
+    return Keys(values.view(torch.uint8).view(keys.shape), scales.view(keys.shape[:-1]))
+
+
+def select(query: torch.Tensor, weights: torch.Tensor, keys: Keys, seen: Visible, k: int) -> torch.Tensor:
+    """The keys of the k highest scores among those that each query sees: [B, S, min(k, N)] int32, −1 at the end.
+
+    Args:
+        query: [B, S, I, D].
+        weights: [B, S, I] float32.
+        keys: N of each sequence.
+        seen: What queries see.
+        k: How many are selected.
+    """
+    length = keys.values.shape[1]
     if length <= k:  # all, whatever their scores
-        column = torch.arange(length, dtype=torch.int32, device=keys.device)
+        column = torch.arange(length, dtype=torch.int32, device=query.device)
         chosen = torch.where(column < (seen.ends - seen.starts)[..., None], column + seen.starts[..., None], -1)
     else:
         if seen.order is not None:
-            keys = keys.gather(1, seen.order.long()[..., None].expand_as(keys))
-        chosen = _select(projected._replace(keys=keys), seen, k)
+            order = torch.arange(len(query), device=query.device)[:, None], seen.order.long()
+            keys = keys.each(lambda part: part[order])
+        chosen = _select(query, weights, keys, seen, k)
     if seen.order is None:
         return chosen
     place = seen.order.gather(1, chosen.clamp(min=0).flatten(1).long()).view(chosen.shape)
     return torch.where(chosen < 0, -1, place)
 
 
-def _select(projected: Projected, seen: Visible, k: int) -> torch.Tensor:
-    query, keys, weights = projected
-    batch, queries, length = *query.shape[:2], keys.shape[1]
+def _select(query: torch.Tensor, weights: torch.Tensor, keys: Keys, seen: Visible, k: int) -> torch.Tensor:
+    batch, queries, length = *query.shape[:2], keys.values.shape[1]
     if batch * queries * batch * length <= MOST_SCORES:  # a few queries of each sequence: one call for all
-        first = torch.arange(batch, dtype=torch.int32, device=keys.device)[:, None] * length
+        first = torch.arange(batch, dtype=torch.int32, device=query.device)[:, None] * length
         rows = [each.flatten(0, 1) for each in (query, weights, seen.starts + first, seen.ends + first)]
-        chosen = _rows(k, keys.flatten(0, 1), *rows).unflatten(0, (batch, queries))
+        chosen = _rows(k, keys.each(lambda part: part.flatten(0, 1)), *rows).unflatten(0, (batch, queries))
         return torch.where(chosen < 0, -1, chosen + seen.starts[..., None])
     some = max(1, MOST_SCORES // length)
     chosen = query.new_empty((batch, queries, k), dtype=torch.int32)
     for sequence in range(batch):
+        of_sequence = keys.each(lambda part, sequence=sequence: part[sequence])
         for place in range(0, queries, some):
             rows = [each[sequence, place : place + some] for each in (query, weights, seen.starts, seen.ends)]
-            column = _rows(k, keys[sequence], *rows)
+            column = _rows(k, of_sequence, *rows)
             chosen[sequence, place : place + some] = torch.where(column < 0, -1, column + rows[2][:, None])
     return chosen
 
 
 def _rows(
-    k: int, keys: torch.Tensor, query: torch.Tensor, weights: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor
+    k: int, keys: Keys, query: torch.Tensor, weights: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor
 ) -> torch.Tensor:
     """Keys of the k highest scores from each row's start on, counted from there."""
-    scores = xt.indexer_scores(query, keys, weights, ends, starts)
-    return xt.select_topk(scores, ends, starts, k=k)
+    if keys.scales is None:
+        scores = xt.indexer_scores(query, keys.values, weights, ends, starts)
+        return xt.select_topk(scores, ends, starts, k=k)
+    query8, folded = xt.quantize_indexer_query(query, weights, scale=1.0)  # the weights have all factors
+    return xt.indexer_topk(query8, folded, keys.values.view(torch.float8_e4m3fn), keys.scales, starts, ends, k=k)
