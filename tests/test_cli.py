@@ -54,6 +54,24 @@ def test_info() -> None:
     assert found["triton"] in plain.output and len(found["devices"]) >= 1
 
 
+def test_layouts_that_differ() -> None:
+    """Named, or as the digests that two sides have printed; each field in which they differ."""
+    digests = [CliRunner().invoke(app, ["layouts", "digest", named]).output.strip() for named in ("v32:64", "v4:64")]
+    told = CliRunner().invoke(app, ["layouts", "check", *digests])
+    assert told.exit_code == 1 and [line.partition(":")[0] for line in lines(told)] == [
+        "format", "stride", "scale", "tile", "parts"
+    ]  # fmt: skip
+    assert "stride: 41984, 37440" in told.output
+    same = CliRunner().invoke(app, ["layouts", "check", digests[0], "v32:64"])
+    assert same.exit_code == 0 and lines(same) == ["the same layout: pages can be moved as bytes"]
+    refused = CliRunner().invoke(app, ["layouts", "check", "v32", "v32:64"]).exception
+    assert str(refused) == "layouts: got 'v32', expected a digest or FORMAT:PAGE, such as v32:64"
+
+
+def lines(result: Any) -> list[str]:
+    return result.output.splitlines()
+
+
 def test_info_tells_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By nvidia-smi, which may fail or hang."""
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -247,3 +247,43 @@ def test_a_pool_of_a_users_class(kind: str, device: str) -> None:
     users = kit.to_torch(keys, device).as_subclass(UsersTensor) if kind == "torch" else keys.view(UsersArray)
     got = layouts.convert(users, "indexer_fp8_d128", source_format=UE8M0_KEYS.name)
     kit.assert_bits_equal("keys", got, layouts.convert(keys, "indexer_fp8_d128", source_format=UE8M0_KEYS.name))
+
+
+@pytest.mark.parametrize("layout", [*MLA_LAYOUTS, *INDEXER_LAYOUTS, UE8M0_KEYS], ids=lambda layout: layout.name)
+def test_parts_are_all_bytes_of_an_entry(layout: MlaLayout | IndexerLayout) -> None:
+    entry, footer = (sum(size for _, size in parts) for parts in layout.parts)
+    assert entry + footer == layout.row * (1 if layout.packed else 2)
+    assert footer == (layout.footer if isinstance(layout, MlaLayout) else 4)
+
+
+def test_digests_name_what_differs() -> None:
+    """Formats with as many bytes in a row, pages of other sizes, and vLLM's keys on Blackwell beside xmla's."""
+    v32 = "format=v32;page=64;stride=41984;values=e4m3;scale=float32;tile=128;parts=latent:512,scales:16,rope:128"
+    assert layouts.digest("v32", 64) == v32
+    assert layouts.digest("plain", 64) == "format=plain;page=64;stride=36864;values=plain;parts=dims:1152"
+    digests = [layouts.digest(each.name, 64) for each in (*MLA_LAYOUTS, *INDEXER_LAYOUTS, UE8M0_KEYS)]
+    assert len({*digests}) == len(digests)
+
+    v4 = layouts.digest("v4", 64)
+    assert v4.endswith(";parts=latent:448,rope:128|scales:7,pad:1")
+    assert layouts.differences(v4, layouts.digest("v4", 64, page_stride=64 * 584)) == {"stride": ("37440", "37376")}
+    assert layouts.differences(v32, v32) == {}
+    assert layouts.differences(v32, layouts.digest("v32", 128)) == {"page": ("64", "128"), "stride": ("41984", "83968")}
+    keys = (layouts.digest(name, 64) for name in ("indexer_fp8_d128", "indexer_fp8_ue8m0_d128"))
+    assert layouts.differences(*keys) == {
+        "format": ("indexer_fp8_d128", "indexer_fp8_ue8m0_d128"), "scale": ("float32", "ue8m0 four times")
+    }  # fmt: skip
+    places = (layouts.digest(name, 64) for name in ("v41", "v41_footer"))
+    assert layouts.differences(*places)["parts"] == ("dims:512,scales:16", "dims:512|scales:16")
+    assert layouts.differences(v32, layouts.digest("plain", 64))["scale"] == ("float32", "none")
+
+
+def test_digest_refuses() -> None:
+    with pytest.raises(ArgumentError, match=r"^digest: cache_format is 'v33', expected one of v32, "):
+        layouts.digest("v33", 64)
+    with pytest.raises(ArgumentError, match=r"^digest: page_size is 0, expected at least 1$"):
+        layouts.digest("v32", 0)
+    with pytest.raises(ArgumentError, match=r"^digest: page_stride is 64, expected at least 41984 for 64 entries$"):
+        layouts.digest("v32", 64, page_stride=64)
+    with pytest.raises(ArgumentError, match=r"^differences: got 'v32', expected what `digest` returns$"):
+        layouts.differences("v32", layouts.digest("v32", 64))

@@ -161,6 +161,27 @@ def replay(file: Annotated[Path, typer.Argument(help="What a failed check wrote.
     raise typer.Exit(code=0 if run(file) else 1)
 
 
+layouts = typer.Typer(help="Layouts of caches: what a connector compares before it moves pages.", no_args_is_help=True)
+app.add_typer(layouts, name="layouts")
+LayoutOf = Annotated[str, typer.Argument(help="A digest, or FORMAT:PAGE such as v32:64.")]
+
+
+@layouts.command("digest")
+def layout_digest(of: LayoutOf) -> None:
+    """Print all that decides which byte of a page is what."""
+    from xmla.cli.layouts import digest_of
+
+    typer.echo(digest_of(of))
+
+
+@layouts.command("check")
+def layout_check(first: LayoutOf, second: LayoutOf) -> None:
+    """Compare two layouts: the fields in which they differ; exit 1 if there are any."""
+    from xmla.cli.layouts import check
+
+    raise typer.Exit(code=0 if check(first, second) else 1)
+
+
 @app.command()
 def supports(
     op: Annotated[str | None, typer.Argument(help="An op's name; a word that is none lists them.")] = None,

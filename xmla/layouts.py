@@ -1,4 +1,4 @@
-"""Whole paged caches: infer the format of a pool from its bytes, and convert a pool to another format.
+"""Whole paged caches: infer the format of a pool from its bytes, convert a pool to another format, and compare layouts.
 
 Formats are named as in `write_mla_cache`; those of `write_indexer_cache` have names such as `indexer_fp8_d128`. A pool
 may also have keys as vLLM 0.33 writes them on Blackwell, `indexer_fp8_ue8m0_d128`, which no op reads: convert it first.
@@ -179,6 +179,57 @@ def convert[Pool: (torch.Tensor, jax.Array, np.ndarray)](
     return cache
 
 
+def digest(cache_format: str, page_size: int, *, page_stride: int | None = None) -> str:
+    """Name all that decides which byte of a page is what: two caches can be moved as bytes if their digests are equal.
+
+    A connector compares it with the other side's before it moves pages, and tells `differences`.
+
+    Args:
+        cache_format: A format's name, as `inspect` gives it.
+        page_size: Entries of a page, R.
+        page_stride: Elements from page to page: bytes, or of plain rows 16-bit elements. Default: that of the format's
+            allocators, which pad a page of some formats.
+
+    Returns:
+        Fields by name, as in `format=v32;page=64;stride=41984;values=e4m3;scale=float32;tile=128;
+        parts=latent:512,scales:16,rope:128`. Parts of an entry are in their order with their bytes; those behind `|`
+        are in the page's footer.
+
+    Raises:
+        ArgumentError: The name is unknown, or a page is smaller than its entries.
+    """
+    layout = _named("cache_format", cache_format, (*LAYOUTS, UE8M0_KEYS), "digest")
+    if page_size < 1:
+        raise ArgumentError(f"digest: page_size is {page_size}, expected at least 1")
+    least, stride = page_size * layout.row, page_stride
+    stride = layout.page_stride(page_size) if stride is None else stride
+    if stride < least:
+        raise ArgumentError(f"digest: page_stride is {stride}, expected at least {least} for {page_size} entries")
+    entry, footer = (",".join(f"{part}:{size}" for part, size in parts) for parts in layout.parts)
+    scales = {"scale": layout.scale, "tile": layout.tile} if layout.packed else {}
+    fields = {"format": layout.name, "page": page_size, "stride": stride, "values": layout.values} | scales
+    parts = f"{entry}|{footer}" if footer else entry
+    return ";".join(f"{field}={value}" for field, value in (fields | {"parts": parts}).items())
+
+
+def differences(first: str, second: str) -> dict[str, tuple[str, str]]:
+    """Compare two digests: the fields in which they differ, each with both values; "none" for one that is not there.
+
+    Raises:
+        ArgumentError: One is no digest.
+    """
+    ours, theirs = _fields(first), _fields(second)
+    both = ((field, ours.get(field, "none"), theirs.get(field, "none")) for field in ours | theirs)
+    return {field: (a, b) for field, a, b in both if a != b}
+
+
+def _fields(text: str) -> dict[str, str]:
+    fields = dict(part.split("=", 1) for part in text.split(";") if "=" in part)
+    if "format" not in fields or "parts" not in fields:
+        raise ArgumentError(f"differences: got {text!r}, expected what `digest` returns")
+    return fields
+
+
 def _with_float_scales(pool: Any, kind: str, layout: IndexerLayout) -> Any:
     """Keys of `UE8M0_KEYS` as a new pool of `layout`, which has a float32 in the place of the four bytes."""
     xp: Any = import_module("jax.numpy" if kind == "jax" else kind)
@@ -194,11 +245,11 @@ def _with_float_scales(pool: Any, kind: str, layout: IndexerLayout) -> Any:
     return xp.concatenate([values, scales.reshape(pages, entries * 4)], 1).reshape(pages, entries, row)
 
 
-def _named(argument: str, name: str, layouts: tuple[Layout, ...]) -> Layout:
+def _named(argument: str, name: str, layouts: tuple[Layout, ...], function: str = "convert") -> Layout:
     layout = next((each for each in layouts if each.name == name), None)
     if layout is None:
         known = ", ".join(known.name for known in layouts)
-        raise ArgumentError(f"convert: {argument} is {name!r}, expected one of {known}")
+        raise ArgumentError(f"{function}: {argument} is {name!r}, expected one of {known}")
     return layout
 
 

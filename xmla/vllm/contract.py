@@ -8,6 +8,7 @@ import importlib
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
@@ -145,8 +146,8 @@ METHODS = (
 
 def check(release: str) -> None:
     """Raise UnsupportedError unless this release has every field and every method, with these parameters."""
-    for told in differences(release):
-        raise UnsupportedError(f"xmla.vllm: {told}; {OTHERWISE}")
+    for difference in differences(release):
+        raise UnsupportedError(f"xmla.vllm: {difference}; {OTHERWISE}")
 
 
 def differences(release: str) -> Iterator[str]:
@@ -163,17 +164,14 @@ def differences(release: str) -> Iterator[str]:
                 yield differing(f"{method.module}.{method.name}", release, actual, method.parameters)
 
 
-def find(wanted: Fields | Method, release: str) -> Any:
+def find(part: Fields | Method, release: str) -> Any:
     """The class or the method. Raises UnsupportedError if it is not there."""
     try:
-        found = importlib.import_module(wanted.module)
-        for part in wanted.name.split("."):
-            found = getattr(found, part)
+        return attrgetter(part.name)(importlib.import_module(part.module))
     except (ImportError, AttributeError) as error:
         raise UnsupportedError(
-            f"xmla.vllm: vLLM {release} has no {wanted.module}.{wanted.name}, which xmla reads ({error}); {OTHERWISE}"
+            f"xmla.vllm: vLLM {release} has no {part.module}.{part.name}, which xmla reads ({error}); {OTHERWISE}"
         ) from error
-    return found
 
 
 def differing(name: str, release: str, actual: tuple[str, ...], expected: tuple[str, ...]) -> str:

@@ -230,6 +230,6 @@ def apply(patch: Patch, release: str) -> None:
             f"xmla.vllm: vLLM {release} has no {patch.module}.{patch.name}, which xmla replaces ({error}); {OTHERWISE}"
         ) from error
     if patch.takes and (actual := tuple(inspect.signature(original).parameters))[: len(patch.takes)] != patch.takes:
-        told = contract.differing(f"{patch.module}.{patch.name}", release, actual, patch.takes)
-        raise UnsupportedError(f"xmla.vllm: {told}; {OTHERWISE}")
+        difference = contract.differing(f"{patch.module}.{patch.name}", release, actual, patch.takes)
+        raise UnsupportedError(f"xmla.vllm: {difference}; {OTHERWISE}")
     setattr(module, patch.name, patch.replace(original))
