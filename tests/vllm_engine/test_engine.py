@@ -17,6 +17,7 @@ import torch
 from packaging.version import Version
 
 from benchmarks.engines import entry_points
+from benchmarks.engines.vllm.adapter import CALLED
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent.parent
@@ -153,6 +154,21 @@ def test_tokens_with_drafts(drafts: str, kernels: dict[str, Any], serve: Callabl
         assert "use_flattening=False" in drafted["log"]
         assert "cannot update draft decode metadata" not in drafted["log"]
     assert drafted["calls"]["sparse_mla"] != kernels["calls"]["sparse_mla"]
+
+
+@pytest.mark.skipif(OLD, reason="not tried with 0.26")
+def test_what_engines_on_a_gpu_are_asked(run: Callable[..., Any], models: dict[str, Path], tmp_path: Path) -> None:
+    """Rounds, a trace and answers of `benchmarks.engines`, by vLLM's own steps and workers."""
+    done = run("xmla,interpreted", str(FOLDER / "measured.py"), str(models["v32"]), str(tmp_path / "out.json"))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["round"]["same_tokens"] == 1 and found["round"]["cached_tokens"] == 2 * 64
+    assert all(found["round"][name] > 0 for name in ("step_us", "forward_us", "prefill_tokens_per_s"))
+    assert len(found["trace"]["ttft_ms"]) == 3 and all(step[-1] for step in found["trace"]["steps"])  # with a pass each
+    answered = found["answer"]
+    assert [len(each["tokens"]) for each in answered["answers"].values()] == [4, 4]
+    assert [len(each["logprobs"]) for each in answered["answers"].values()] == [69, 8]
+    assert answered["attention"] == ["XmlaSparseImpl"] and answered["calls"].keys() >= CALLED
 
 
 def test_glm_every_op_ran(glm_kernels: dict[str, Any]) -> None:
