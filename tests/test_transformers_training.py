@@ -1,12 +1,14 @@
 """The indexers' loss of transformers' models: `IndexerLoss` beside the model's own attention."""
 
 import copy
+import importlib
 import re
 from inspect import signature
 from typing import Any
 
 import pytest
 import torch
+from conftest import HAS_GPU
 from small_transformers import attending, build, distance, first_layer, padded, text
 from torch.utils._pytree import tree_map_only
 
@@ -176,7 +178,7 @@ class Adapted(torch.nn.Module):
 
 def adapt(model: Any, how: str) -> None:
     if how == "peft":
-        peft = pytest.importorskip("peft")
+        peft = pytest.importorskip("peft") if HAS_GPU else importlib.import_module("peft")
         names = ["q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
         peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=names, init_lora_weights=False))
         return

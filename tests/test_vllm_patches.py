@@ -16,6 +16,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from xmla import UnsupportedError
 from xmla.vllm import TESTED, contract, indexer, pools
@@ -154,7 +155,9 @@ def plugin(monkeypatch: pytest.MonkeyPatch, cuda: bool) -> Any:
 
 def of(release: str, *targets: set[str], cuda: bool = True) -> set[str]:
     """The functions among `targets` that are replaced."""
-    every = set().union(*targets) - (set() if release.startswith("0.33") else SINCE_033 | OF_POOLS | OF_INVARIANCE)
+    every = set().union(*targets) - (
+        set() if Version(release) >= Version("0.33") else SINCE_033 | OF_POOLS | OF_INVARIANCE
+    )
     return {target.removeprefix("*") for target in every if cuda or not target.startswith("*")}
 
 
