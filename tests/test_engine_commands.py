@@ -159,7 +159,7 @@ def test_every_engine_that_is_compared_exists(adapter: Adapter) -> None:
 
 def test_engines_of_several_models_are_refused(adapter: Adapter, tmp_path: Path) -> None:
     with pytest.raises(typer.BadParameter, match="serve several models"):
-        Run.of(adapter, tmp_path, "xmla,v4-xmla", 4, 128, tmp_path)
+        Run.of(adapter, tmp_path, "xmla,v4-xmla", tmp_path)
 
 
 def test_what_an_engines_process_is_given(
@@ -169,7 +169,7 @@ def test_what_an_engines_process_is_given(
     started: list[Any] = []
     monkeypatch.setattr(processes, "run_engine", lambda *arguments: started.append(arguments) or 3)
     monkeypatch.setenv("PYTHONPATH", "elsewhere")
-    ran = Run.of(adapter, tmp_path, "xmla", 4, 128, tmp_path)
+    ran = Run.of(adapter, tmp_path, "xmla", tmp_path)
     assert ran.child(tmp_path / "xmla.log", 9, {"HF_HUB_OFFLINE": "another"}, "answer", "xmla") == 3
     ((words, log, environment, seconds, pipe),) = started
     assert words == ["-m", f"benchmarks.engines.{adapter.name}.child", "answer", "xmla"]
@@ -395,7 +395,7 @@ def test_an_engine_ends_when_its_pipe_is_closed_or_its_time_is_over(tmp_path: Pa
 
 def test_engines_of_sglang_are_measured_alone(sglang: Shell, tmp_path: Path) -> None:
     """They wait until none that answers has the model."""
-    model = tmp_path / "model-4-128"
+    model = tmp_path / "model-v32"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(CONFIG))
     order: list[str] = []

@@ -18,7 +18,6 @@ from benchmarks.engines.adapter import Adapter
 from benchmarks.engines.answers import ask_all, compare, conclude
 from benchmarks.engines.cases import time_cases, write_kernels
 from benchmarks.engines.lines import begin, write
-from benchmarks.engines.table import LAYERS
 
 ROOT = Path(__file__).parents[2]
 MAKING, COMPILING = 120, 240  # seconds that a model may take, and what nvcc compiles for it
@@ -37,14 +36,12 @@ class Run:
     adapter: Adapter
     out: Path
     names: list[str]
-    layers: int
-    heads: int
     work: Path
 
     @classmethod
-    def of(cls, adapter: Adapter, out: Path, engines: str, layers: int, heads: int, work: Path | None) -> "Run":
+    def of(cls, adapter: Adapter, out: Path, engines: str, work: Path | None) -> "Run":
         work = work or Path(tempfile.gettempdir()) / f"xmla-{adapter.name}"
-        return cls(adapter, out, engines.split(","), layers, heads, work)
+        return cls(adapter, out, engines.split(","), work)
 
     def __post_init__(self) -> None:
         if len({self.adapter.engines[name].kind for name in self.names}) > 1:
@@ -69,13 +66,12 @@ class Run:
         return processes.run_engine(["-m", self.adapter.child, *words], log, environment, seconds, pipe)
 
     def model(self) -> Path:
-        """The model, made if it is not there; others than V3.2's have their own sizes."""
-        model = self.work / (f"model-{self.layers}-{self.heads}" if self.kind == "v32" else f"model-{self.kind}")
+        """The model, made if it is not there."""
+        model = self.work / f"model-{self.kind}"
         if not (model / "config.json").exists():
             self.work.mkdir(parents=True, exist_ok=True)
             log = self.work / "model.log"
-            options = "--kind", self.kind, "--layers", self.layers, "--heads", self.heads
-            if status := self.child(log, MAKING, {}, "model", model, *options):
+            if status := self.child(log, MAKING, {}, "model", model, "--kind", self.kind):
                 print(log.read_text()[-3000:])
                 raise typer.Exit(code=status)
             if command := self.adapter.compiling.get(self.kind):
@@ -123,10 +119,10 @@ def commands(adapter: Adapter) -> typer.Typer:
     @app.command()
     def check(
         out: Out, commit: Commit = None, engines: Engines = adapter.checked, seconds: Seconds = 240, at_once: int = 4,
-        layers: int = LAYERS, heads: int = 128, work: Path | None = None,
+        work: Path | None = None,
     ) -> None:  # fmt: skip
         """Ask every engine the same, several at once; exit status 1 if one failed or answers are too far apart."""
-        ran = Run.of(adapter, out, engines, layers, heads, work)
+        ran = Run.of(adapter, out, engines, work)
         model = ran.model()
         file = ran.begin("check", commit, model)
 
@@ -146,12 +142,12 @@ def commands(adapter: Adapter) -> typer.Typer:
     def speed(
         out: Out, commit: Commit = None, engines: Engines = MEASURED, contexts: str = "4096,32768",
         requests: str = "1,8,64", seconds: Annotated[int, typer.Option(min=1)] = 180, start: int = 150,
-        layers: int = LAYERS, heads: int = 128, work: Path | None = None,
+        work: Path | None = None,
     ) -> None:  # fmt: skip
         """All engines at once, which take turns in each round of a case, smallest case first; then the kernels of one
         request of each context. `start` seconds at most until they are ready, `seconds` for the cases.
         """
-        ran = Run.of(adapter, out, engines, layers, heads, work)
+        ran = Run.of(adapter, out, engines, work)
         with ran.measured(contexts, requests, start, seconds) as (model, ready):
             file = ran.begin("speed", commit, model)
             complete = time_cases(file, ran.names, ready, contexts, requests, seconds, adapter.step)
@@ -160,11 +156,11 @@ def commands(adapter: Adapter) -> typer.Typer:
     @app.command()
     def profile(
         out: Out, commit: Commit = None, engines: Engines = MEASURED, context: int = 4096,
-        requests: int = adapter.profiled, seconds: Seconds = 120, layers: int = LAYERS, heads: int = 128,
+        requests: int = adapter.profiled, seconds: Seconds = 120,
         work: Path | None = None,
     ) -> None:  # fmt: skip
         """Where the GPU's time goes: the kernels of each engine, one engine after the other."""
-        ran = Run.of(adapter, out, engines, layers, heads, work)
+        ran = Run.of(adapter, out, engines, work)
         with ran.measured(str(context), str(requests), seconds, ENDING) as (model, ready):
             file = ran.begin("profile", commit, model)
             answers = processes.ask_in_turn(ready, 0, "kernels", context, requests)

@@ -443,11 +443,10 @@ def add_v4_draft_layer(folder: Path, hidden: float = 1, experts: int | None = No
 SAVED = {"v32": save, "v4": save_v4, "v41": save_v41, "glm": save_glm, "hy": save_hy}
 
 
-def save_large(folder: Path, kind: str, layers: int, heads: int, device: str = "cuda") -> None:
-    """Save a model with the attention of a released one; V3.2's has so many layers and heads, and drafts."""
-    asked = {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads}
+def save_large(folder: Path, kind: str, device: str = "cuda") -> None:
+    """Save a model with the attention of a released one; V3.2's drafts."""
     sizes, scales = {
-        "v32": (LARGE | asked, LARGE_SCALES | {"o_proj": 2 * (heads * 128) ** -0.5}),
+        "v32": (LARGE, LARGE_SCALES),
         "v4": (LARGE_V4, LARGE_SCALES_V4), "v41": (LARGE_V41, LARGE_SCALES_V41), "glm": (LARGE_GLM, LARGE_SCALES_GLM),
     }[kind]  # fmt: skip
     SAVED[kind](folder, sizes, scales, LIKELY, device)

@@ -18,10 +18,11 @@ import torch
 import typer
 
 from benchmarks.engines.cases import Answered, cases_of, few_of, numbers, same_tokens
-from benchmarks.engines.table import LAYERS, VOCABULARY
+from benchmarks.engines.table import VOCABULARY
 
 WARM = 8  # tokens of each request before decode is timed
 TOKENS = 64  # of each request that are timed
+CHUNK = 8192  # tokens of a prefill
 COMPILING, PROFILED = -1, (-2, -3)  # numbers of prompts that no round has
 
 Prompts = list[list[int]]
@@ -113,30 +114,30 @@ def answer_questions(pipe: Connection, **functions: Callable[..., Any]) -> None:
 
 def commands(
     load: Callable[[], None],
-    start_for: Callable[[str, Path, list[int], list[int], int], AbstractContextManager[Served]],
+    start_for: Callable[[str, Path, list[int], list[int]], AbstractContextManager[Served]],
     finish: Callable[[Path, str], None] = lambda folder, kind: None,
 ) -> typer.Typer:
     """The program of an engine: `model` and `measure`, to which it adds `answer`.
 
-    `load` imports the engine. `start_for(name, model, contexts, requests, tokens of a chunk)` starts one that has room
-    for any such case. `finish(folder, kind)` changes a model that was saved into one that the engine reads.
+    `load` imports the engine. `start_for(name, model, contexts, requests)` starts one that has room for any such
+    case. `finish(folder, kind)` changes a model that was saved into one that the engine reads.
     """
     app = typer.Typer(add_completion=False)
 
     @app.command()
-    def model(folder: Path, kind: str = "v32", layers: int = LAYERS, heads: int = 128, device: str = "cuda") -> None:
-        """Make a model; V3.2's has so many layers and heads."""
+    def model(folder: Path, kind: str = "v32", device: str = "cuda") -> None:
+        """Make a model."""
         from benchmarks.engines import models
 
-        models.save_large(folder, kind, layers, heads, device)
+        models.save_large(folder, kind, device)
         finish(folder, kind)
 
     @app.command()
-    def measure(name: str, pipe: int, contexts: str, requests: str, chunk: int = 8192) -> None:
+    def measure(name: str, pipe: int, contexts: str, requests: str) -> None:
         """Once ready for such cases, answer what comes through the pipe: rounds of a case, kernels of one."""
         asked, lengths, counts = Connection(pipe), numbers(contexts), numbers(requests)
         load()  # while the model is written
-        with start_for(name, Path(asked.recv()), lengths, counts, chunk) as engine:
+        with start_for(name, Path(asked.recv()), lengths, counts) as engine:
             compile_cases(engine, lengths, counts)
             answer_questions(asked, round=partial(timed_round, engine, {}), kernels=partial(kernels_of, engine))
 

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-LAYERS = 4
 NEW_TOKENS = 32  # of a request
 VOCABULARY = 4096
 

@@ -46,8 +46,8 @@ class StandIn:
 
 
 @contextmanager
-def start_for(name: str, model: Path, contexts: list[int], counts: list[int], chunk: int) -> Iterator[StandIn]:
-    print(name, model, contexts, counts, chunk, flush=True)
+def start_for(name: str, model: Path, contexts: list[int], counts: list[int]) -> Iterator[StandIn]:
+    print(name, model, contexts, counts, flush=True)
     yield StandIn()
     print("ended", flush=True)
 

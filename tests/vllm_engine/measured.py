@@ -47,7 +47,7 @@ def measure(model: Path, out: Path) -> None:
         module.TOKENS, module.WARM = 4, 2
     child.ENGINES[NAME] = Engine(plugin=True, joins={"70": 0, "9": 2}, new=4)
     arrivals.trace_of = lambda requests, rate: [arrivals.Request(0.01 * each, 20, 3) for each in range(requests)]
-    with child.measured(NAME, model, [70], [1, 2], 64) as engine:
+    with child.measured(NAME, model, [70], [1, 2]) as engine:
         served.compile_cases(engine, [70], [2])
         told = {"round": served.timed_round(engine, {}, 70, 2, 0, True)}
         watch = Watch(engine.engine)

@@ -24,7 +24,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 from benchmarks.engines.processes import locked
-from benchmarks.engines.served import TOKENS, WARM, Prompts, Rows, commands, prompt
+from benchmarks.engines.served import CHUNK, TOKENS, WARM, Prompts, Rows, commands, prompt
 from benchmarks.engines.sglang.engines import ENGINES, LOCK
 from benchmarks.engines.sglang.plugins import CALLED
 
@@ -144,9 +144,9 @@ def kernels(events: list[dict[str, Any]], most: int = 25) -> Rows:
 
 
 @contextmanager
-def measured(name: str, model: Path, contexts: list[int], counts: list[int], chunk: int) -> Iterator[Sglang]:
+def measured(name: str, model: Path, contexts: list[int], counts: list[int]) -> Iterator[Sglang]:
     together = max(counts)
-    sizes = {"max_running_requests": together, "cuda_graph_max_bs_decode": together, "chunked_prefill_size": chunk}
+    sizes = {"max_running_requests": together, "cuda_graph_max_bs_decode": together, "chunked_prefill_size": CHUNK}
     if ENGINES[name].kind == "v4":  # else entries of the window are a tenth, which a chunk may not find room in
         sizes["swa_full_tokens_ratio"] = 1
     most = together * (max(contexts) + WARM + TOKENS + 2 * 256)  # in pages of V4, the larger ones

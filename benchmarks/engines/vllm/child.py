@@ -27,7 +27,7 @@ import torch
 from benchmarks.engines import calls
 from benchmarks.engines.cases import numbers
 from benchmarks.engines.processes import locked
-from benchmarks.engines.served import TOKENS, WARM, Prompts, Rows, answer_questions, commands, prompt
+from benchmarks.engines.served import CHUNK, TOKENS, WARM, Prompts, Rows, answer_questions, commands, prompt
 from benchmarks.engines.vllm import arrivals, workers
 from benchmarks.engines.vllm.engines import ENGINES, OPS
 from benchmarks.engines.vllm.steps import Watch, summary
@@ -173,7 +173,7 @@ def sizes_of(model: Path) -> dict[str, Any]:
 
 
 def start_for(
-    name: str, model: Path, contexts: list[int], counts: list[int], chunk: int, tokens: int = TOKENS
+    name: str, model: Path, contexts: list[int], counts: list[int], tokens: int = TOKENS
 ) -> Any:  # fmt: skip
     """An engine whose cache holds every number of requests at every context, with `tokens` new ones for each."""
     layers = sizes_of(model)["num_hidden_layers"]
@@ -182,7 +182,7 @@ def start_for(
     most *= 3 if ENGINES[name].kind in ("v4", "v41") else 1
     return start(
         name, model, tuple(sorted(set(counts))), max_model_len=max(contexts) + tokens + WARM + 64,
-        max_num_seqs=max(counts), max_num_batched_tokens=chunk, enable_prefix_caching=True,
+        max_num_seqs=max(counts), max_num_batched_tokens=CHUNK, enable_prefix_caching=True,
         kv_cache_memory_bytes=(1 << 30) + int(1.25 * most * layers * CACHE_BYTES[ENGINES[name].cache]),
     )  # fmt: skip
 
@@ -205,9 +205,9 @@ def tune_in_turn(lock: Path) -> None:
 
 
 @contextmanager
-def measured(name: str, model: Path, contexts: list[int], counts: list[int], chunk: int) -> Iterator[Vllm]:
+def measured(name: str, model: Path, contexts: list[int], counts: list[int]) -> Iterator[Vllm]:
     tune_in_turn(model.parent / "tuning.lock")
-    yield Vllm(start_for(name, model, contexts, counts, chunk))
+    yield Vllm(start_for(name, model, contexts, counts))
 
 
 app = commands(load, measured)
@@ -257,7 +257,7 @@ def answer(name: str, model: Path, out: Path) -> None:
 
 
 @app.command()
-def serve(name: str, pipe: int, chunk: int = 8192, cores: str = "") -> None:
+def serve(name: str, pipe: int, cores: str = "") -> None:
     """Once ready, answer each ("play", requests, rate, number, pace) from the pipe; on these cores, if named."""
     if cores:
         os.sched_setaffinity(0, numbers(cores))
@@ -265,7 +265,7 @@ def serve(name: str, pipe: int, chunk: int = 8192, cores: str = "") -> None:
     asked = Connection(pipe)
     load()  # while the model is written
     model = Path(asked.recv())
-    engine = Vllm(start_for(name, model, [arrivals.LONGEST], counts, chunk, arrivals.MOST))
+    engine = Vllm(start_for(name, model, [arrivals.LONGEST], counts, arrivals.MOST))
     watch = Watch(engine.engine)
     for tokens in arrivals.BEFORE:
         engine.ask([prompt(tokens, tokens)], 1)

@@ -14,7 +14,6 @@ import typer
 from benchmarks.engines import processes
 from benchmarks.engines.commands import MEASURED, Commit, Out, Run, Seconds
 from benchmarks.engines.lines import write
-from benchmarks.engines.table import LAYERS
 from benchmarks.engines.vllm.adapter import Vllm
 
 LASTING = 12  # seconds of a trace
@@ -57,7 +56,7 @@ def show_round(name: str, number: int, rate: float, told: dict[str, Any]) -> Non
 def trace(
     out: Out, commit: Commit = None, engines: Engines = MEASURED, rates: str = "8",
     rounds: Annotated[int, typer.Option(min=1)] = 3, seconds: Seconds = 300, apart: bool = False,
-    layers: int = LAYERS, heads: int = 128, work: Path | None = None,
+    work: Path | None = None,
 ) -> None:  # fmt: skip
     """All engines at once, which take turns: each plays the same trace, of so many requests a second, with new prompts.
 
@@ -65,7 +64,7 @@ def trace(
     as fast, does not count. There are `rounds` of each rate, as long as the seconds last. What each step took is in
     FOLDER/steps.jsonl.
     """
-    begun, ran = time.monotonic(), Run.of(Vllm(), out, engines, layers, heads, work)
+    begun, ran = time.monotonic(), Run.of(Vllm(), out, engines, work)
     names = ran.names
     places = dict(zip(names, places_of(len(names)), strict=True)) if apart else {}
 
