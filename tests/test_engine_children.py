@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from multiprocessing import Pipe
@@ -42,52 +43,27 @@ def test_programs_start(adapter: Any) -> None:
 
 
 def test_a_program_answers_through_its_pipe(tmp_path: Path) -> None:
-    """One that `run_engine` starts inherits it, and ends when it is told to."""
+    """One that `run_engine` starts inherits it, is ready when every case has run, and ends when it is told to.
+
+    Of a case of many tokens only some prompts run, each with as many requests beside as the case has.
+    """
     ours, theirs = Pipe()
     script, log = Path(stand_in_engine.__file__), tmp_path / "log"
-    words = script, "measure", "xmla", theirs.fileno(), "64,32", "1,8"
+    words = script, "measure", "xmla", theirs.fileno(), "65536,64", "1,8"
     with ThreadPoolExecutor(1) as threads:
         running = threads.submit(run_engine, words, log, os.environ | {"PYTHONPATH": str(ROOT)}, 60, theirs)
-        ours.send(str(tmp_path))
-        assert ours.poll(60), log.read_text()
-        assert Path(f"/proc/{ours.recv()}").exists()
-        for question in (("round", 64, 8, 0, True), ("kernels", 64, 1)):
+        for question in (tmp_path, ("round", 64, 1, 0, True), ("kernels", 64, 1), None):
             ours.send(question)
-        figures, kernels = ours.recv(), ours.recv()
-        ours.send(None)
+        assert ours.poll(60), log.read_text()
+        process, figures, kernels = (ours.recv() for _ in range(3))
         assert running.result(60) == 0, log.read_text()
-    assert figures["step_us"] == 5.0 and figures["prefill_tokens_per_s"] == 1024
-    assert [row["phase"] for row in kernels] == ["prefill", "decode"]
-    assert log.read_text() == f"xmla {tmp_path} [64, 32] [1, 8]\nended\n"
-
-
-def test_an_engine_is_ready_when_every_case_has_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of a case of many tokens only some prompts run, each with as many requests beside as the case has."""
-    ours, theirs = Pipe()
-    engine, order = StandIn(), list[Any]()
-    monkeypatch.setattr(served, "Connection", lambda number: theirs)
-
-    class Started:
-        def __init__(self, *arguments: Any) -> None:
-            order.append(arguments)
-
-        def __enter__(self) -> StandIn:
-            return engine
-
-        def __exit__(self, *_: Any) -> None:
-            order.append("ended")
-
-    app = served.commands(lambda: order.append("loaded"), Started)
-    for question in (tmp_path / "model", ("round", 64, 1, 0, True), ("kernels", 64, 1), None):
-        ours.send(question)
-    app(["measure", "own", "3", "65536,64", "1,8"], standalone_mode=False)
-    assert order == ["loaded", ("own", tmp_path / "model", [65536, 64], [1, 8]), "ended"]
-    cases = [(1, 1, 1), (1, 1, 8), (8, 8, 1), (8, 8, 8), (1, 1, 1), (1, 1, 8), (2, 2, 1), (8, 2, 8)]
-    assert [each[:3] for each in engine.asked[:8]] == cases
-    process, figures, kernels = (ours.recv() for _ in range(3))
-    assert process == os.getpid() and "step_us" in figures
+    assert process != os.getpid() and figures["step_us"] == 5.0 and figures["prefill_tokens_per_s"] == 128
     row = {"kernel": "a kernel", "us": 9.5}
     assert kernels == [{"phase": "prefill", "launches": 1} | row, {"phase": "decode", "launches": 3} | row]
+    loaded, started, asked = log.read_text().splitlines()
+    assert (loaded, started) == ("loaded", f"xmla {tmp_path} [65536, 64] [1, 8]")
+    cases = [(1, 1, 1), (1, 1, 8), (8, 8, 1), (8, 8, 8), (1, 1, 1), (1, 1, 8), (2, 2, 1), (8, 2, 8)]
+    assert [tuple(each[:3]) for each in json.loads(asked)[:8]] == cases
 
 
 def test_a_round_is_of_new_prompts_and_then_of_cached_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,28 +194,30 @@ def test_plugins_of_sglang_are_there(point: str) -> None:
     assert callable(getattr(import_module(module), name))
 
 
-def test_an_engine_of_vllm_by_the_sizes_of_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """V4.1's are inside of its configuration. Its cache holds windows and entries, each in pages as large."""
-    asked = []
-    monkeypatch.setattr(vllm, "start", lambda *_, kv_cache_memory_bytes, **__: asked.append(kv_cache_memory_bytes))
-    for config in ({"num_hidden_layers": 5}, {"text_config": {"num_hidden_layers": 5}}):
+@pytest.fixture
+def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
+    """Bytes of the caches of an engine of vLLM with and without xmla, of a model with this configuration."""
+
+    def asked(name: str, requests: list[int], config: dict[str, Any]) -> list[int]:
         (tmp_path / "config.json").write_text(json.dumps(config))
-        vllm.start_for("v41-xmla-graphs", tmp_path, [4096, 32768], [1, 8])
-    assert asked == [(1 << 30) + int(1.25 * 3 * 8 * (32768 + 64 + 128) * 5 * (656 + 132))] * 2
+        kinds = "own", "xmla"
+        return [vllm.start_for(name.format(kind), tmp_path, [4096, 32768], requests) for kind in kinds]
+
+    monkeypatch.setattr(vllm, "start", lambda *_, kv_cache_memory_bytes, **__: kv_cache_memory_bytes)
+    return asked
 
 
-@pytest.mark.parametrize(("name", "layers"), [("own", 4), ("v4-own", 4), ("v41-own", 5), ("glm-own", 4)])
-def test_two_engines_of_vllm_fit_an_h100(
-    name: str, layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_of_vllm_by_the_sizes_of_text(caches: Callable[..., list[int]]) -> None:
+    """V4.1's are inside of its configuration. Its cache holds windows and entries, each in pages as large."""
+    for config in ({"num_hidden_layers": 5}, {"text_config": {"num_hidden_layers": 5}}):
+        size = (1 << 30) + int(1.25 * 3 * 8 * (32768 + 64 + 128) * 5 * (656 + 132))
+        assert caches("v41-{}-graphs", [1, 8], config) == [size] * 2
+
+
+@pytest.mark.parametrize(("model", "layers"), [("", 4), ("v4-", 4), ("v41-", 5), ("glm-", 4)])
+def test_two_engines_of_vllm_fit_an_h100(model: str, layers: int, caches: Callable[..., list[int]]) -> None:
     """Their caches leave each 8 GiB of 78 for weights, workspaces and passes."""
-    asked = []
-    monkeypatch.setattr(vllm, "start", lambda *_, kv_cache_memory_bytes, **__: asked.append(kv_cache_memory_bytes))
-    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": layers}))
-    for kind in ("own", "xmla"):
-        whole = name.replace("own", f"{kind}-graphs")
-        vllm.start_for(whole, tmp_path, [4096, 32768], [1, 8, 64])
-    assert sum(asked) <= (78 - 2 * 8) << 30
+    assert sum(caches(model + "{}-graphs", [1, 8, 64], {"num_hidden_layers": layers})) <= (78 - 2 * 8) << 30
 
 
 def test_steps_of_vllm_count_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """`python stand_in_engine.py measure NAME PIPE …`: the program of an engine that answers at once, without a GPU."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,10 +48,11 @@ class StandIn:
 
 @contextmanager
 def start_for(name: str, model: Path, contexts: list[int], counts: list[int]) -> Iterator[StandIn]:
-    print(name, model, contexts, counts, flush=True)
-    yield StandIn()
-    print("ended", flush=True)
+    print(name, model, contexts, counts)
+    engine = StandIn()
+    yield engine
+    print(json.dumps(engine.asked))
 
 
 if __name__ == "__main__":
-    commands(lambda: None, start_for)()
+    commands(lambda: print("loaded"), start_for)()
