@@ -11,11 +11,13 @@ import inspect
 import os
 import re
 import shutil
-import sys
 from collections.abc import Iterable, Iterator
 from html import escape
 from pathlib import Path
 from textwrap import wrap
+from typing import Annotated
+
+import typer
 
 import xmla
 from tools.report import declarations
@@ -351,14 +353,19 @@ def stage(source: Path) -> None:
 
 def build(folder: Path) -> int:
     """The documents in `<folder>/html`; Sphinx's exit status."""
-    from sphinx.cmd.build import main
+    from sphinx.cmd.build import main as sphinx
 
     source = folder.resolve() / "source"
     shutil.rmtree(source, ignore_errors=True)
     stage(source)
     strict = ["--fail-on-warning", "--keep-going", "--nitpicky", "--quiet"]
-    return main([*strict, "-b", "html", "-d", str(folder / "doctrees"), str(source), str(folder / "html")])
+    return sphinx([*strict, "-b", "html", "-d", str(folder / "doctrees"), str(source), str(folder / "html")])
+
+
+def main(folder: Annotated[Path, typer.Argument()] = ROOT / "build" / "docs") -> None:
+    """Build the documents in FOLDER/html."""
+    raise typer.Exit(build(folder))
 
 
 if __name__ == "__main__":
-    sys.exit(build(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "build" / "docs"))
+    typer.run(main)

@@ -13,6 +13,9 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 from pathlib import Path
 from textwrap import indent
+from typing import Annotated
+
+import typer
 
 from xmla.core.op import Op
 from xmla.core.op.docstrings import JAX as JAX_STYLE
@@ -133,8 +136,10 @@ def _function(
     return f"def {name}({', '.join([*tensors, '*', *keywords])}) -> {returns}:\n{indent(lines, '    ')}\n"
 
 
-def main() -> None:
-    check = sys.argv[1:] == ["--check"]
+def main(
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; fail if one is another.")] = False,
+) -> None:
+    """Write the functions of both front-ends, from the declarations."""
     for file, text in modules().items():
         if not check:
             file.write_text(text)
@@ -143,4 +148,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -8,11 +8,12 @@ many products and that share. It is a bound still: of what a kernel waits for it
 """
 
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
+from typing import Annotated
 
+import typer
 from triton import knobs
 
 from tools.compile_plans import build
@@ -81,7 +82,10 @@ def needed(problem: Problem, values: dict[str, object]) -> float | None:
     return 2.0 * values["GROUP"] * problem["I"] * values["BLOCK_N"] * problem["D"]  # type: ignore[operator]
 
 
-def main(text: str = "") -> None:
+def main(text: Annotated[str, typer.Argument(help="Calls whose name contains this.")] = "") -> None:
+    """Print a line for each call on each GPU that is not here."""
+    if knobs.runtime.interpret:
+        raise typer.BadParameter("TRITON_INTERPRET is set: unset it, kernels are compiled")
     knobs.nvidia.dump_ptxas_log = True
     head = "part", "call", "kernel", "registers", "spills", "programs an SM", "waves filled", "products", "roofline, µs"
     print(f"| {' | '.join((*head, 'predicted'))} |", "|---" * 10 + "|", sep="\n")
@@ -91,7 +95,7 @@ def main(text: str = "") -> None:
                 print(f"| {device.name} | {name} | {line(call, keys, device, peaks)} |", flush=True)
 
 
-def line(call: Call, keys: int | None, device: Device, peaks: Peaks) -> str:
+def line(call: Call, keys: float | None, device: Device, peaks: Peaks) -> str:
     op, plan = registry()[call.op], call.plan(device)
     problem = op.bind(call.specs, op.attributes(**call.attrs))
     made: list[tuple[Launch, Specialization]] = list(zip(plan.active, call.specializations(device), strict=True))
@@ -119,4 +123,4 @@ def line(call: Call, keys: int | None, device: Device, peaks: Peaks) -> str:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    typer.run(main)

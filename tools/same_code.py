@@ -10,6 +10,9 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from tools.support_matrix import ROOT, SCRIPT, Line, lines_of
 
@@ -40,7 +43,10 @@ def of_commit(commit: str, arch: str) -> dict[Key, tuple[str, str]]:
             subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=True)
 
 
-def main(commit: str, *architectures: str) -> None:
+def main(
+    commit: str, architectures: Annotated[list[str] | None, typer.Argument(help="90, 100, 120 by default.")] = None
+) -> None:
+    """Compare the machine code of every kernel with that of a commit. Exit 1 if some differs."""
     changed = 0
     for arch in architectures or ("90", "100", "120"):
         before, after = of_commit(commit, arch), instructions(lines_of(SCRIPT, arch, "--hash"))
@@ -53,4 +59,4 @@ def main(commit: str, *architectures: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    typer.run(main)

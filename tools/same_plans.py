@@ -11,8 +11,10 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+import typer
 
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.op import plan_call
@@ -55,12 +57,13 @@ def of_commit(commit: str) -> str:
     return done.stdout
 
 
-def main(*commits: str) -> None:
+def main(commit: Annotated[str | None, typer.Argument()] = None) -> None:
+    """Print every plan, or those that are others than a commit's. Exit 1 if there are such."""
     lines = [f"{call}: {plan!r}" for call, plan in plans()]
-    if not commits:
+    if commit is None:
         print("\n".join(lines))
         return
-    others = of_commit(*commits).splitlines()
+    others = of_commit(commit).splitlines()
     different = sorted({*lines} ^ {*others})
     print(f"{len(lines)} plans, {len(different)} lines differ")
     print("\n".join(different))
@@ -68,4 +71,4 @@ def main(*commits: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    typer.run(main)

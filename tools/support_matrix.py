@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from xmla.core.values import KNOWN_DEVICES
 
 ROOT = Path(__file__).parent.parent
@@ -107,6 +109,10 @@ def committed() -> dict[int, dict[tuple[str, str], str]]:
     }
 
 
-if __name__ == "__main__":
-    FILE.parent.mkdir(exist_ok=True)
+def main() -> None:
+    """Compile every plan for every architecture, and write docs/support.md."""
     FILE.write_text(f"{HEAD}\n{table({arch: cells(compile_all(arch)[1]) for arch in ARCHITECTURES})}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
