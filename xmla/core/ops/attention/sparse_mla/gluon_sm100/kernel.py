@@ -27,7 +27,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from xmla.core.lang.gluon import gl, gluon
 from xmla.core.lang.launches import gluon_let_next_start as let_next_start
 from xmla.core.lang.numbers import LOG2E
-from xmla.core.lang.offsets import gluon_offset_of as offset_of
 from xmla.core.ops.attention.sparse_mla.gluon_sm90.common import (
     HALF_DIMS,
     HALVES,
@@ -35,16 +34,14 @@ from xmla.core.ops.attention.sparse_mla.gluon_sm90.common import (
     TILE_HEADS,
     TILE_KEYS,
     VALUE_DIMS,
-    Rotation,
-    Source,
-    Task,
     close_sums,
     hidden_zero,
+    sources_of,
     store_half,
+    task_of,
 )
 from xmla.core.ops.attention.sparse_mla.gluon_sm90.plain import base_of, exp2
 from xmla.core.ops.attention.sparse_mla.gluon_sm100.producers import gather, gather_packed
-from xmla.core.ops.attention.sparse_mla.gluon_sm120.kernel import pool
 from xmla.core.values import log2_of
 
 # Registers per thread of the partitions that multiply and gather.
@@ -188,41 +185,16 @@ def sparse_mla_sm100_kernel(
     head_block = pid % HEAD_BLOCKS
     split = pid // HEAD_BLOCKS % num_splits
     token = (pid // HEAD_BLOCKS // num_splits).to(gl.int64)
-    place = offset_of(token, C.HEADS)
-    lse_place = place
-    if C.SPLIT:
-        place = offset_of(offset_of(token, num_splits) + split, C.HEADS)
-        lse_place = offset_of(place, 1 + HALVES)
-    first = split * split_keys
-    end = num_keys
-    if C.SOURCE.HAS_LENGTHS:
-        end = gl.minimum(gl.load(lengths_ptr + token), num_keys)
-    end = gl.minimum(end, first + split_keys)
-    main = Source(pool(cache_ptr, LAYOUT), slots_ptr + offset_of(token, slot_stride), num_slots, first, end)
-    main_tiles = gl.cdiv(gl.maximum(end, first) - first, TILE_KEYS)  # a length may be the least integer
-    tiles = main_tiles
-    if C.EXTRA is not None:
-        gl.static_assert(C.EXTRA.LAYOUT == LAYOUT, "both sources have entries of one layout")
-        extra_first = first - gl.cdiv(num_keys, TILE_KEYS) * TILE_KEYS
-        extra_end = num_extra_keys
-        if C.EXTRA.HAS_LENGTHS:
-            extra_end = gl.minimum(gl.load(extra_lengths_ptr + token), num_extra_keys)
-        extra_end = gl.minimum(extra_end, extra_first + split_keys)
-        extra_first = gl.maximum(extra_first, 0)
-        extra_slots = extra_slots_ptr + offset_of(token, extra_slot_stride)
-        extra = Source(pool(extra_cache_ptr, LAYOUT), extra_slots, num_extra_slots, extra_first, extra_end)
-        tiles = main_tiles + gl.cdiv(gl.maximum(extra_end, extra_first) - extra_first, TILE_KEYS)
-    else:
-        extra: gl.constexpr = None
+    main, extra, main_tiles, tiles = sources_of(
+        cache_ptr, slots_ptr, lengths_ptr, extra_cache_ptr, extra_slots_ptr, extra_lengths_ptr, num_slots, num_keys,
+        slot_stride, num_extra_slots, num_extra_keys, extra_slot_stride, token, split * split_keys, split_keys,
+        TILE_KEYS, C,
+    )  # fmt: skip
     tiles = gl.maximum(tiles, 1)  # one tile of invalid slots if there is no key
-    if C.EPILOGUE.ROPE and not C.SPLIT:
-        position = gl.load(positions_ptr + token)
-        known = (position >= 0) & (position < num_positions)
-        rotation = Rotation(cos_sin_ptr + offset_of(position, C.EPILOGUE.COS_SIN_STRIDE), known)
-    else:
-        rotation: gl.constexpr = None
-    q_row = q_ptr + offset_of(token, C.Q_STRIDE_T)
-    task = Task(q_row, sink_ptr, rotation, out_ptr + offset_of(place, VALUE_DIMS), lse_ptr + lse_place, head_block)
+    task = task_of(
+        q_ptr, sink_ptr, cos_sin_ptr, positions_ptr, num_positions, num_splits, out_ptr, lse_ptr, token, split,
+        head_block, HALVES, C,
+    )  # fmt: skip
 
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     SMEM: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)

@@ -29,12 +29,11 @@ from xmla.core.lang.offsets import gluon_offset_of as offset_of
 from xmla.core.ops.attention.sparse_mla.gluon_sm90.common import (
     ROPE_DIMS,
     VALUE_DIMS,
-    Rotation,
-    Source,
-    Task,
     close_sums,
     entry_pointers,
     exponent_for_half,
+    sources_of,
+    task_of,
 )
 
 GROUPS = gl.constexpr(4)  # of dims: a quarter of the roped ones fills the 16 of an mma.sync
@@ -370,12 +369,6 @@ def attend(main, extra, main_tiles, tiles, task, C: gl.constexpr):
 
 
 @gluon.jit
-def pool(cache_ptr, LAYOUT: gl.constexpr):
-    """A pointer to the cache: of bytes if entries are packed."""
-    return cache_ptr.to(gl.pointer_type(gl.uint8), bitcast=True) if LAYOUT.packed else cache_ptr
-
-
-@gluon.jit
 def sparse_mla_sm120_kernel(
     q_ptr,  # [T, H, L+E]
     cache_ptr,  # [P, R, ROW]
@@ -408,39 +401,13 @@ def sparse_mla_sm120_kernel(
     head_block = pid % HEAD_BLOCKS
     split = pid // HEAD_BLOCKS % num_splits
     token = (pid // HEAD_BLOCKS // num_splits).to(gl.int64)
-    place = offset_of(token, C.HEADS)
-    lse_place = place
-    if C.SPLIT:
-        place = offset_of(offset_of(token, num_splits) + split, C.HEADS)
-        lse_place = offset_of(place, 1 + GROUPS)
-
-    first = split * split_keys
-    end = num_keys
-    if C.SOURCE.HAS_LENGTHS:
-        end = gl.minimum(gl.load(lengths_ptr + token), num_keys)
-    end = gl.minimum(end, first + split_keys)
-    main = Source(pool(cache_ptr, C.LAYOUT), slots_ptr + offset_of(token, slot_stride), num_slots, first, end)
-    main_tiles = gl.cdiv(gl.maximum(end, first) - first, BLOCK_N)  # a length may be the least integer
-    tiles = main_tiles
-    if C.EXTRA is not None:
-        gl.static_assert(C.EXTRA.LAYOUT == C.LAYOUT, "both sources have entries of one layout")
-        extra_first = first - gl.cdiv(num_keys, BLOCK_N) * BLOCK_N
-        extra_end = num_extra_keys
-        if C.EXTRA.HAS_LENGTHS:
-            extra_end = gl.minimum(gl.load(extra_lengths_ptr + token), num_extra_keys)
-        extra_end = gl.minimum(extra_end, extra_first + split_keys)
-        extra_first = gl.maximum(extra_first, 0)
-        extra_slots = extra_slots_ptr + offset_of(token, extra_slot_stride)
-        extra = Source(pool(extra_cache_ptr, C.LAYOUT), extra_slots, num_extra_slots, extra_first, extra_end)
-        tiles = main_tiles + gl.cdiv(gl.maximum(extra_end, extra_first) - extra_first, BLOCK_N)
-    else:
-        extra: gl.constexpr = None
-    if C.EPILOGUE.ROPE and not C.SPLIT:
-        position = gl.load(positions_ptr + token)
-        known = (position >= 0) & (position < num_positions)
-        rotation = Rotation(cos_sin_ptr + offset_of(position, C.EPILOGUE.COS_SIN_STRIDE), known)
-    else:
-        rotation: gl.constexpr = None
-    q_row = q_ptr + offset_of(token, C.Q_STRIDE_T)
-    task = Task(q_row, sink_ptr, rotation, out_ptr + offset_of(place, VALUE_DIMS), lse_ptr + lse_place, head_block)
+    main, extra, main_tiles, tiles = sources_of(
+        cache_ptr, slots_ptr, lengths_ptr, extra_cache_ptr, extra_slots_ptr, extra_lengths_ptr, num_slots, num_keys,
+        slot_stride, num_extra_slots, num_extra_keys, extra_slot_stride, token, split * split_keys, split_keys,
+        BLOCK_N, C,
+    )  # fmt: skip
+    task = task_of(
+        q_ptr, sink_ptr, cos_sin_ptr, positions_ptr, num_positions, num_splits, out_ptr, lse_ptr, token, split,
+        head_block, GROUPS, C,
+    )  # fmt: skip
     attend(main, extra, main_tiles, tiles, task, C)

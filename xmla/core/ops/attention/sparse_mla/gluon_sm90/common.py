@@ -1,4 +1,4 @@
-"""What the attention kernels for Hopper share: tile sizes, addresses of entries, and the epilogue."""
+"""What attention kernels in Gluon share: Hopper's tiles, the keys and the task of a CTA, addresses, the epilogue."""
 
 from typing import Any, NamedTuple
 
@@ -51,6 +51,79 @@ class Task(NamedTuple):
     out_row: Any  # [HEADS, VALUE_DIMS]; if SPLIT f16, over powers of two
     lse_row: Any  # [HEADS] f32; if SPLIT [1 + groups of dims, HEADS], with the powers after the lse
     head_block: Any
+
+
+@gluon.jit
+def pool(cache_ptr, LAYOUT: gl.constexpr):
+    """A pointer to the cache: of bytes if entries are packed."""
+    return cache_ptr.to(gl.pointer_type(gl.uint8), bitcast=True) if LAYOUT.packed else cache_ptr
+
+
+@gluon.jit
+def end_of_row(lengths_ptr, token, num_keys, HAS_LENGTHS: gl.constexpr):
+    """The end of a token's keys in one source; a length may be the least integer."""
+    end = num_keys
+    if HAS_LENGTHS:
+        end = gl.minimum(gl.load(lengths_ptr + token), num_keys)
+    return end
+
+
+@gluon.jit
+def tiles_of(source, TILE: gl.constexpr):
+    """Tiles of the keys of a source, whose end may lie before the first."""
+    return gl.cdiv(gl.maximum(source.end, source.first) - source.first, TILE)
+
+
+@gluon.jit
+def sources_of(cache_ptr, slots_ptr, lengths_ptr, extra_cache_ptr, extra_slots_ptr, extra_lengths_ptr, num_slots,
+               num_keys, slot_stride, num_extra_slots, num_extra_keys, extra_slot_stride, token, first, split_keys,
+               TILE: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    """A split's keys in both sources, and how many tiles the first one and both have.
+
+    The split has `split_keys` from `first` on, of the first source's rounded up to whole tiles, then of the second's.
+    """
+    end = end_of_row(lengths_ptr, token, num_keys, C.SOURCE.HAS_LENGTHS)
+    end = gl.minimum(end, first + split_keys)
+    main = Source(pool(cache_ptr, C.LAYOUT), slots_ptr + offset_of(token, slot_stride), num_slots, first, end)
+    main_tiles = tiles_of(main, TILE)
+    tiles = main_tiles
+    if C.EXTRA is not None:
+        gl.static_assert(C.EXTRA.LAYOUT == C.LAYOUT, "both sources have entries of one layout")
+        extra_first = first - gl.cdiv(num_keys, TILE) * TILE
+        extra_end = end_of_row(extra_lengths_ptr, token, num_extra_keys, C.EXTRA.HAS_LENGTHS)
+        extra_end = gl.minimum(extra_end, extra_first + split_keys)
+        extra_first = gl.maximum(extra_first, 0)
+        extra_slots = extra_slots_ptr + offset_of(token, extra_slot_stride)
+        extra = Source(pool(extra_cache_ptr, C.LAYOUT), extra_slots, num_extra_slots, extra_first, extra_end)
+        tiles = main_tiles + tiles_of(extra, TILE)
+    else:
+        extra: gl.constexpr = None
+    return main, extra, main_tiles, tiles
+
+
+@gluon.jit
+def rotation_of(cos_sin_ptr, positions_ptr, num_positions, token, C: gl.constexpr):
+    """The rotation of a token's results; None if there is none, or the combination of splits does it."""
+    if C.EPILOGUE.ROPE and not C.SPLIT:
+        position = gl.load(positions_ptr + token)
+        known = (position >= 0) & (position < num_positions)
+        return Rotation(cos_sin_ptr + offset_of(position, C.EPILOGUE.COS_SIN_STRIDE), known)
+    else:
+        return None
+
+
+@gluon.jit
+def task_of(q_ptr, sink_ptr, cos_sin_ptr, positions_ptr, num_positions, num_splits, out_ptr, lse_ptr, token, split,
+            head_block, POWERS: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    """The task of a CTA; POWERS: groups of dims over a power of two each, if keys are split."""
+    place = offset_of(token, C.HEADS)
+    lse_place = place
+    if C.SPLIT:
+        place = offset_of(offset_of(token, num_splits) + split, C.HEADS)
+        lse_place = offset_of(place, 1 + POWERS)
+    rotation = rotation_of(cos_sin_ptr, positions_ptr, num_positions, token, C)
+    q_row = q_ptr + offset_of(token, C.Q_STRIDE_T)
+    return Task(q_row, sink_ptr, rotation, out_ptr + offset_of(place, VALUE_DIMS), lse_ptr + lse_place, head_block)
 
 
 @gluon.jit

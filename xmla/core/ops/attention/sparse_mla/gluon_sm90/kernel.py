@@ -9,9 +9,12 @@ from xmla.core.ops.attention.sparse_mla.gluon_sm90.common import (
     TILE_HEADS,
     TILE_KEYS,
     VALUE_DIMS,
-    Rotation,
     Source,
     Task,
+    end_of_row,
+    pool,
+    rotation_of,
+    tiles_of,
 )
 from xmla.core.ops.attention.sparse_mla.gluon_sm90.few_heads import BLOCKS, FEW_HEADS, attend_few_heads
 from xmla.core.ops.attention.sparse_mla.gluon_sm90.packed import attend_packed
@@ -44,12 +47,6 @@ def token_of_rank(rank, token, ok, tiles):
         place = gl.sum((tiles > least).to(gl.int32), 0) + gl.associative_scan(equal.to(gl.int32), 0, add) - 1
         chosen = gl.sum(gl.where(equal & (place == rank), token, 0), 0)
     return chosen
-
-
-@gluon.jit
-def pool(cache_ptr, LAYOUT: gl.constexpr):
-    """A pointer to the cache: of bytes if entries are packed."""
-    return cache_ptr.to(gl.pointer_type(gl.uint8), bitcast=True) if LAYOUT.packed else cache_ptr
 
 
 @gluon.jit
@@ -103,14 +100,10 @@ def sparse_mla_sm90_kernel(
         place = offset_of(offset_of(token, num_splits) + split, C.HEADS)
         lse_place = offset_of(place, 1 + POWERS)
 
-    end = num_keys
-    if C.SOURCE.HAS_LENGTHS:
-        end = gl.minimum(gl.load(lengths_ptr + token), num_keys)
+    end = end_of_row(lengths_ptr, token, num_keys, C.SOURCE.HAS_LENGTHS)
     tiles_before = gl.cdiv(num_keys, TILE_KEYS)  # of the first source, before those of the second
     if C.EXTRA is not None:
-        extra_end = num_extra_keys
-        if C.EXTRA.HAS_LENGTHS:
-            extra_end = gl.minimum(gl.load(extra_lengths_ptr + token), num_extra_keys)
+        extra_end = end_of_row(extra_lengths_ptr, token, num_extra_keys, C.EXTRA.HAS_LENGTHS)
     if C.SPLIT and C.HAS_LENGTHS:
         tiles_before = gl.cdiv(gl.maximum(end, 0), TILE_KEYS)  # a length may be the least integer
         row_tiles = tiles_before
@@ -121,7 +114,7 @@ def sparse_mla_sm90_kernel(
     end = gl.minimum(end, first + split_keys)
     cache = pool(cache_ptr, C.LAYOUT)
     main = Source(cache, slots_ptr + offset_of(token, slot_stride), num_slots, first, end)
-    main_tiles = gl.cdiv(gl.maximum(end, first) - first, TILE_KEYS)  # a length may be the least integer
+    main_tiles = tiles_of(main, TILE_KEYS)
     tiles = main_tiles
     if C.EXTRA is not None:
         gl.static_assert(C.EXTRA.LAYOUT == C.LAYOUT, "both sources have entries of one layout")
@@ -131,7 +124,7 @@ def sparse_mla_sm90_kernel(
         extra_cache = pool(extra_cache_ptr, C.LAYOUT)
         extra_slots = extra_slots_ptr + offset_of(token, extra_slot_stride)
         extra = Source(extra_cache, extra_slots, num_extra_slots, extra_first, extra_end)
-        tiles = main_tiles + gl.cdiv(gl.maximum(extra_end, extra_first) - extra_first, TILE_KEYS)
+        tiles = main_tiles + tiles_of(extra, TILE_KEYS)
     else:
         extra: gl.constexpr = None
     out_row, lse_row = out_ptr + offset_of(place, VALUE_DIMS), lse_ptr + lse_place
@@ -144,12 +137,7 @@ def sparse_mla_sm90_kernel(
     tiles = gl.maximum(tiles, 1)  # one tile of invalid slots if there is no key
 
     q_row = q_ptr + offset_of(token, C.Q_STRIDE_T)
-    if C.EPILOGUE.ROPE and not C.SPLIT:
-        position = gl.load(positions_ptr + token)
-        known = (position >= 0) & (position < num_positions)
-        rotation = Rotation(cos_sin_ptr + offset_of(position, C.EPILOGUE.COS_SIN_STRIDE), known)
-    else:
-        rotation: gl.constexpr = None
+    rotation = rotation_of(cos_sin_ptr, positions_ptr, num_positions, token, C)
     task = Task(q_row, sink_ptr, rotation, out_row, lse_row, head_block)
     if C.BLOCK_H == FEW_HEADS:
         gl.static_assert(C.EXTRA is None, "the tile of few heads has one source")
