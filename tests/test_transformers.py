@@ -82,9 +82,6 @@ def test_generated_tokens_are_those_of_a_pass_without_a_cache(kind: str, cache: 
     if cache == "fp8" and kind == "mistral_large4_text":
         with pytest.raises(UnsupportedError, match="layers without rotated keys, entries of fp8 have them"):
             LatentCache(model.config, "fp8")
-    model.config.index_head_dim = 96
-    with pytest.raises(UnsupportedError, match="the indexer's keys have 96 dims, those of fp8 have 32, 64 or 128"):
-        LatentCache(model.config, indexer_keys="fp8")
         return
     if cache == "static":
         options["cache_implementation"] = "static"
@@ -266,3 +263,23 @@ def test_what_is_not_served_is_refused(device: str) -> None:
     model.config.index_head_dim = 96
     with pytest.raises(UnsupportedError, match="the indexer's keys have 96 dims, those of fp8 have 32, 64 or 128"):
         LatentCache(model.config, indexer_keys="fp8")
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_a_compiled_step_of_a_static_cache(kind: str, device: str) -> None:
+    """One graph for all steps, which has the bits of the calls that it is of."""
+    model, tokens, most = build(kind, device), text(device, tokens=22), 32
+    mask = torch.ones(2, most, dtype=torch.long, device=device)
+    mask[0, :9] = 0
+    runs = []
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    for step in (model.forward, torch.compile(model.forward, fullgraph=True, backend="aot_eager")):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=most)
+        found = [logits(model, "xmla", tokens[:, :19], attention_mask=mask, cache=cache)]
+        for place in range(19, 22):
+            with torch.no_grad():
+                found.append(step(tokens[:, place : place + 1], attention_mask=mask, cache=cache).logits.float())
+        runs.append(torch.cat(found, 1))
+    assert torch.equal(*runs)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

@@ -122,6 +122,20 @@ def test_checkpointing_has_the_same_bits(reentrant: bool, device: str) -> None:
     assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
 
 
+def test_a_compiled_pass_has_the_same_bits(device: str) -> None:
+    """In several graphs, between which the losses are computed."""
+    model, tokens = build("deepseek_v32", device, num_hidden_layers=2), text(device, 1, TOKENS)
+    torch.compiler.reset()
+    runs = []
+    for forward in (model.forward, torch.compile(model.forward, backend="aot_eager")):
+        model.zero_grad()
+        losses = IndexerLoss()
+        out = forward(tokens, labels=tokens, use_cache=False, indexer_loss=losses)
+        losses.added_to(out.loss).backward()
+        runs.append([*losses.layers.values(), *(each.grad for each in model.parameters())])
+    assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
+
+
 def test_evaluation_has_the_loss_without_gradients(device: str) -> None:
     model, tokens = build("deepseek_v32", device), text(device, 1, TOKENS)
     totals = []

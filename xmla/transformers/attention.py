@@ -17,6 +17,8 @@ def latents(kv_nope: torch.Tensor, k_rot: torch.Tensor) -> torch.Tensor:
     """
     if kv_nope.dtype == torch.uint8 or not k_rot.shape[-1]:
         return kv_nope
+    if torch.compiler.is_compiling():  # which knows no addresses
+        return torch.cat([kv_nope, k_rot], -1)
     width = kv_nope.shape[-1] + k_rot.shape[-1]
     follows = k_rot.data_ptr() == kv_nope.data_ptr() + kv_nope.shape[-1] * kv_nope.element_size()
     if follows and kv_nope.stride() == k_rot.stride() and kv_nope.stride(2) >= width and not kv_nope.requires_grad:

@@ -79,6 +79,7 @@ class IndexerLoss:
             raise ArgumentError("indexer_loss: given to two passes, expected a new IndexerLoss for each")
         self._selections[layer] = _Selection(projected, _real(seen))
 
+    @torch.compiler.disable  # the object is changed, and its gradient comes by another way than the graph's
     def joined(
         self, module: Any, out: torch.Tensor, query: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor,
         lse: torch.Tensor, scaling: float,
@@ -100,10 +101,10 @@ class IndexerLoss:
         index_q, index_k, weights = (each.flatten(0, 1) for each in projected)
         constants = query.detach(), rows.detach()[:, 0], lse.detach()
         counted = slots.masked_fill(~real.flatten()[:, None], -1)
-        loss, *_ = xt.indexer_loss(
+        average = xt.indexer_loss(
             index_q, index_k, weights, *constants, indices=counted, softmax_scale=scaling, coeff=UNIT
-        )
-        loss = loss[0] * (real.numel() / UNIT / real.sum().clamp(min=1))
+        )[0][0]
+        loss = average * (real.numel() / UNIT / real.sum().clamp(min=1))
         self.layers.setdefault(module.layer_idx, loss.detach())
         return _Joined.apply(out, loss, self)
 

@@ -124,15 +124,14 @@ def _attention(own: Callable[..., Any]) -> Callable[..., Any]:
     Raises:
         ArgumentError: `indexer_loss` is something else.
     """
-    parameters = signature(own)
+    names = tuple(signature(own).parameters)[1:]
 
     @wraps(own)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = parameters.bind(self, *args, **kwargs)
-        whole = dict(bound.arguments)
+        whole = dict(zip(names, args, strict=False)) | kwargs
         x = whole["hidden_states"]
         queries = x.shape[1]
-        losses = whole.get("kwargs", {}).get("indexer_loss")
+        losses = whole.get("indexer_loss")
         if self.config._attn_implementation != NAME:
             return own(self, *args, **kwargs)
         if losses is not None:
@@ -146,19 +145,19 @@ def _attention(own: Callable[..., Any]) -> Callable[..., Any]:
         if torch.is_grad_enabled() or queries <= AT_ONCE:
             return own(self, *args, **kwargs)
         if whole.get("cache") is None:
-            bound.arguments["cache"] = LatentCache(self.config)
+            whole["cache"] = LatentCache(self.config)
         out, selections = torch.empty_like(x), []
         for first in range(0, queries, AT_ONCE):
             last = min(first + AT_ONCE, queries)
-            bound.arguments |= {
+            some = whole | {
                 "hidden_states": x[:, first:last],
                 "position_embeddings": tuple(each[:, first:last] for each in whole["position_embeddings"]),
                 "attention_mask": part(whole["attention_mask"], queries, first, last),
             }
             for name in ("position_ids", "prev_topk_indices"):
                 if whole.get(name) is not None:
-                    bound.arguments[name] = whole[name][:, first:last]
-            out[:, first:last], _, *selection = own(*bound.args, **bound.kwargs)
+                    some[name] = whole[name][:, first:last]
+            out[:, first:last], _, *selection = own(self, **some)
             selections += selection
         if not selections:
             return out, None
@@ -181,15 +180,15 @@ def _expand_kv(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _indexer(own: Callable[..., Any], project: Callable[..., Projected]) -> Callable[..., Any]:
-    parameters = signature(own)
+    names = tuple(signature(own).parameters)[1:]
 
     @wraps(own)
     def forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.config._attn_implementation != NAME:
             return own(self, *args, **kwargs)
-        arguments = parameters.bind(self, *args, **kwargs).arguments
+        arguments = dict(zip(names, args, strict=False)) | kwargs
         losses = ASKED.get()
-        read = tree_map_only(torch.Tensor, torch.Tensor.detach, dict(arguments))
+        read = tree_map_only(torch.Tensor, torch.Tensor.detach, arguments)
         with torch.set_grad_enabled(losses is not None and torch.is_grad_enabled()):
             query, keys, weights = project(self, read)
             projected = Projected(autocast(query), autocast(keys), weights)
