@@ -313,6 +313,13 @@ def test_every_change_is_made_everywhere(sglang: SGLang) -> None:
         assert imported and all(hasattr(getattr(module, name), "__wrapped__") for name in imported)
 
 
+def test_every_change_is_told_with_what_would_remove_it(sglang: SGLang) -> None:
+    names = {patch.name for patch in sglang.patches.PATCHES + sglang.patches.V4_PATCHES}
+    page = (FOLDER.parent.parent / "docs/for_maintainers.md").read_text()
+    _, _, table = page.partition("## What SGLang would need")
+    assert len(names) > 20 and sorted(name for name in names if f"`{name}`" not in table) == []
+
+
 def test_every_call_has_arguments_that_the_replacement_takes(sglang: SGLang) -> None:
     """Of each replaced function, and of each function that a replaced one returns, in all of SGLang's sources."""
     replaced = [patch for patch in sglang.patches.PATCHES if patch.hook.name == "REPLACE"]

@@ -17,7 +17,7 @@ from vllm.model_executor.layers import sparse_attn_indexer
 from vllm.model_executor.layers.sparse_attn_indexer import PrefillRowShard
 from vllm.v1.worker import workspace
 
-sys.path.append(str(Path(__file__).parent.parent))
+sys.path.extend(str(Path(__file__).parent.parent / folder) for folder in (".", "shared"))
 import test_vllm as steps
 
 from xmla import torch_api as xt

@@ -543,7 +543,7 @@ def test_every_change_is_told_with_what_would_remove_it(run: Callable[..., Any])
     done = run("", "-c", f"from xmla.vllm import patches; print(*(patch.name for patch in {every}))")
     assert done.returncode == 0, done.stderr[-3000:]
     names = done.stdout.splitlines()[-1].split()
-    _, _, told = (ROOT / "docs/vllm_internals.md").read_text().partition("## What vLLM would need")
+    _, _, told = (ROOT / "docs/for_maintainers.md").read_text().partition("## What vLLM would need")
     table = told.partition("##")[0]
     assert len(names) > 10 and [name for name in names if f"`{name}`" not in table] == []
 
