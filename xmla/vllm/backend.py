@@ -161,7 +161,8 @@ class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
     supports_mtp_with_cp_non_trivial_interleave_size: ClassVar = True  # each token has its own positions
 
     def __init__(self, *args: Any, sinks: torch.Tensor | None = None, **kwargs: Any) -> None:
-        if kwargs.get("index_group_builder") is None and (builder := groups_of(kwargs["topk_indices_buffer"])):
+        selected = kwargs.get("topk_indices_buffer")
+        if selected is not None and kwargs.get("index_group_builder") is None and (builder := groups_of(selected)):
             kwargs["index_group_builder"] = builder
         super().__init__(*args, **kwargs)
         self.sinks = sinks  # [H] float32, of this rank's heads
