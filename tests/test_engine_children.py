@@ -127,7 +127,7 @@ def test_passes_of_vllm_are_timed_in_workers(monkeypatch: pytest.MonkeyPatch, ev
     compilation = SimpleNamespace(static_forward_context={"a": layer, "b": SimpleNamespace(impl=layer)})
     worker = SimpleNamespace(vllm_config=SimpleNamespace(compilation_config=compilation))
     engine = SimpleNamespace(collective_rpc=lambda function, args=(): [function(worker, *args), None])
-    served = vllm.Vllm(engine)
+    served = vllm.StartedVllm(engine)
     assert workers.told(worker)["attention"] == ["Attention"]
     assert Runner()._model_forward("inputs") == "inputs" and served.passes(ahead=True) == [3.0]
     assert len(events) == 2
@@ -154,7 +154,7 @@ def test_passes_of_sglang_are_timed_in_its_scheduler(
     plugins.watch_passes()
     (forward,) = hooks.values()
     engine = SimpleNamespace(collective_rpc=lambda method, **asked: getattr(Scheduler(), method)(**asked))
-    served = sglang.Sglang(engine, tmp_path)
+    served = sglang.StartedSglang(engine, tmp_path)
 
     def run(kind: str, requests: int) -> None:
         batch = SimpleNamespace(forward_mode=SimpleNamespace(name=kind), batch_size=requests)
@@ -225,7 +225,7 @@ def test_steps_of_vllm_count_after_the_first(monkeypatch: pytest.MonkeyPatch) ->
     steps = [(1.0, 0), (9.0, 2), *((9.0 + 0.5 * number, 2) for number in range(1, 21))]
     done = vllm.Drained(0.0, steps, 60, [])
     assert done.decode_us(2) == [500000.0] * 13
-    engine = vllm.Vllm.__new__(vllm.Vllm)
+    engine = vllm.StartedVllm.__new__(vllm.StartedVllm)
     engine.engine = None
     monkeypatch.setattr(vllm, "drain", lambda _, prompts, tokens: done)
     assert engine.step_of([[1], [2]]) == (500000.0, 60) and engine.seconds_of([[1], [2]], 1) == 19.0
@@ -242,7 +242,7 @@ def test_a_step_of_sglang_is_what_a_longer_request_takes_more(monkeypatch: pytes
         return [{"meta_info": {"cached_tokens": 64 + each[0]}, "output_ids": tokens} for each in input_ids]
 
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    engine = sglang.Sglang(SimpleNamespace(generate=generate), tmp_path)
+    engine = sglang.StartedSglang(SimpleNamespace(generate=generate), tmp_path)
     assert engine.step_of([[2], [1]]) == (pytest.approx(1000.0), 65)
     assert engine.ask([[2], [1]], 2) == [[3, 3]] * 2
 

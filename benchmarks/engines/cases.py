@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.engines.answers import equal_before
 from benchmarks.engines.lines import write
-from benchmarks.engines.processes import Engines, ask_in_turn
+from benchmarks.engines.processes import Running, ask_in_turn
 
 Answered = dict[tuple[int, int, int], list[list[int]]]  # by context, requests and number of the prompts: new tokens
 
@@ -84,7 +84,7 @@ class Turns:
     rate: float = float("inf")
     steps: float = 0
 
-    def play(self, engines: Engines, context: int, requests: int) -> list[dict[str, Any]]:
+    def play(self, engines: Running, context: int, requests: int) -> list[dict[str, Any]]:
         """The engines' answers, by round: each begins as many as another. Empty if there is no time for one of each."""
         running, each = engines, max(1, len(engines))
         rounds: list[dict[str, Any]] = []
@@ -112,7 +112,7 @@ def write_kernels(file: Path, answers: dict[str, Any], context: int, requests: i
 
 
 def time_cases(
-    file: Path, names: list[str], engines: Engines, contexts: str, requests: str, seconds: float,
+    file: Path, names: list[str], engines: Running, contexts: str, requests: str, seconds: float,
     step: Callable[[Iterable[float]], float],
 ) -> bool:  # fmt: skip
     """Write each case's figures when its rounds are over, smallest first, then kernels of one request of each context.

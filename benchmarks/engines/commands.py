@@ -96,7 +96,7 @@ class Run:
     @contextmanager
     def measured(
         self, contexts: str, requests: str, start: float, seconds: float
-    ) -> Iterator[tuple[Path, processes.Engines]]:
+    ) -> Iterator[tuple[Path, processes.Running]]:
         """The model, and the engines that are ready for such cases after `start` seconds, for so many seconds."""
 
         def run(name: str, log: Path, pipe: Connection) -> int:

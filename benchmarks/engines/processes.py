@@ -41,14 +41,14 @@ class Ready:
     process: int
 
 
-Engines = dict[str, Ready]
+Running = dict[str, Ready]  # by name
 
 
 @contextmanager
 def ready(
     out: Path, work: Path, names: list[str], run: Callable[[str, Path, Connection], int], model: Callable[[], Path],
     seconds: float,
-) -> Iterator[Engines]:  # fmt: skip
+) -> Iterator[Running]:  # fmt: skip
     """The engines that are ready in so many seconds; others are ended. Behind this they are told to end.
 
     All start at once, before there is a model. `run(name, log, pipe)` gives the exit status of an engine that takes the
@@ -70,7 +70,7 @@ def ready(
     with ThreadPoolExecutor(len(pipes)) as threads:
         running = [threads.submit(run_one, name) for name in pipes]
         try:
-            model_folder, engines = str(model()), Engines()
+            model_folder, engines = str(model()), Running()
             for pipe, _ in pipes.values():
                 with suppress(OSError):
                     pipe.send(model_folder)
@@ -119,7 +119,7 @@ def threads_of(process: int) -> Iterator[int]:
             yield from map(int, os.listdir(f"/proc/{member}/task"))
 
 
-def place(engines: Engines, name: str) -> None:
+def place(engines: Running, name: str) -> None:
     """Half of the cores for an engine whose turn it is, the same for any; for the others the rest."""
     cores = sorted(os.sched_getaffinity(0))
     half = max(1, len(cores) // 2)
@@ -129,7 +129,7 @@ def place(engines: Engines, name: str) -> None:
                 os.sched_setaffinity(thread, cores[:half] if each == name else cores[half:] or cores)
 
 
-def ask_in_turn(engines: Engines, turn: int, *question: object) -> dict[str, Any]:
+def ask_in_turn(engines: Running, turn: int, *question: object) -> dict[str, Any]:
     """The answers of the engines that still run, each asked when the one before has answered.
 
     In the next turn another one begins.
@@ -143,7 +143,7 @@ def ask_in_turn(engines: Engines, turn: int, *question: object) -> dict[str, Any
     return {name: answers[name] for name in names if answers[name] is not None}
 
 
-def ask_at_once(engines: Engines, *question: object) -> dict[str, Any]:
+def ask_at_once(engines: Running, *question: object) -> dict[str, Any]:
     """The answers of the engines that still run, all asked before one has answered."""
     for engine in engines.values():
         with suppress(OSError):

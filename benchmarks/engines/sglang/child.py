@@ -75,7 +75,7 @@ def generate(engine: Any, prompts: Prompts, tokens: int, **more: Any) -> list[di
     return engine.generate(input_ids=prompts, sampling_params=greedy, **more)
 
 
-class Sglang:
+class StartedSglang:
     shown = WARM + TOKENS
 
     def __init__(self, engine: Any, folder: Path) -> None:
@@ -144,14 +144,14 @@ def kernels(events: list[dict[str, Any]], most: int = 25) -> Rows:
 
 
 @contextmanager
-def measured(name: str, model: Path, contexts: list[int], counts: list[int]) -> Iterator[Sglang]:
+def measured(name: str, model: Path, contexts: list[int], counts: list[int]) -> Iterator[StartedSglang]:
     together = max(counts)
     sizes = {"max_running_requests": together, "cuda_graph_max_bs_decode": together, "chunked_prefill_size": CHUNK}
     if ENGINES[name].kind == "v4":  # else entries of the window are a tenth, which a chunk may not find room in
         sizes["swa_full_tokens_ratio"] = 1
     most = together * (max(contexts) + WARM + TOKENS + 2 * 256)  # in pages of V4, the larger ones
     with started(name, model, max_total_tokens=most, **sizes) as engine, TemporaryDirectory(dir=model.parent) as folder:
-        yield Sglang(engine, Path(folder))
+        yield StartedSglang(engine, Path(folder))
 
 
 app = commands(load, measured, for_sglang)

@@ -122,7 +122,7 @@ def drain(engine: Any, prompts: Prompts, tokens: int) -> Drained:
     return Drained(begun, steps, cached, new)
 
 
-class Vllm:
+class StartedVllm:
     shown = 16
 
     def __init__(self, engine: Any) -> None:
@@ -205,9 +205,9 @@ def tune_in_turn(lock: Path) -> None:
 
 
 @contextmanager
-def measured(name: str, model: Path, contexts: list[int], counts: list[int]) -> Iterator[Vllm]:
+def measured(name: str, model: Path, contexts: list[int], counts: list[int]) -> Iterator[StartedVllm]:
     tune_in_turn(model.parent / "tuning.lock")
-    yield Vllm(start_for(name, model, contexts, counts))
+    yield StartedVllm(start_for(name, model, contexts, counts))
 
 
 app = commands(load, measured)
@@ -265,7 +265,7 @@ def serve(name: str, pipe: int, cores: str = "") -> None:
     asked = Connection(pipe)
     load()  # while the model is written
     model = Path(asked.recv())
-    engine = Vllm(start_for(name, model, [arrivals.LONGEST], counts, arrivals.MOST))
+    engine = StartedVllm(start_for(name, model, [arrivals.LONGEST], counts, arrivals.MOST))
     watch = Watch(engine.engine)
     for tokens in arrivals.BEFORE:
         engine.ask([prompt(tokens, tokens)], 1)
