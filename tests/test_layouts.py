@@ -21,6 +21,7 @@ from xmla.core.formats.mla import (
     V41_FP4_FOOTER,
     MlaLayout,
 )
+from xmla.core.formats.parts import entry_of
 from xmla.core.ops.cases import indexer_pool, mla_pool
 
 PACKED = [layout for layout in MLA_LAYOUTS if layout.packed]
@@ -251,7 +252,8 @@ def test_a_pool_of_a_users_class(kind: str, device: str) -> None:
 
 @pytest.mark.parametrize("layout", [*MLA_LAYOUTS, *INDEXER_LAYOUTS, UE8M0_KEYS], ids=lambda layout: layout.name)
 def test_parts_are_all_bytes_of_an_entry(layout: MlaLayout | IndexerLayout) -> None:
-    entry, footer = (sum(size for _, size in parts) for parts in layout.parts)
+    within, outside = entry_of(layout)[-2:]
+    entry, footer = (sum(size for _, size in parts) for parts in (within, outside))
     assert entry + footer == layout.row * (1 if layout.packed else 2)
     assert footer == (layout.footer if isinstance(layout, MlaLayout) else 4)
 

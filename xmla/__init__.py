@@ -33,8 +33,8 @@ Glossary of axes, the same everywhere:
   NUM_TOKENS  T of an op that has no argument with this axis (attribute `num_tokens`)
   COUNTS      the four counts that `split_batch` gives
 A prefix names the array that an axis belongs to if an op has several of a kind. EXTRA_P, EXTRA_R, EXTRA_ROW and EXTRA_K
-are of a second cache and its slots. SOURCE_P, SOURCE_R and SOURCE_ROW are of a cache that is converted. STATE_P, STATE_R
-and STATE_M are of a compressor's states (R counts positions there) and their block table. INDEXER_ROW is of the
+are of a second cache and its slots. SOURCE_P, SOURCE_R and SOURCE_ROW are of a cache that is converted. STATE_P,
+STATE_R and STATE_M are of a compressor's states (R counts positions there) and their block table. INDEXER_ROW is of the
 indexer's cache.
 """
 

@@ -16,6 +16,7 @@ from xmla.core.call import BYTES, HALVES
 from xmla.core.errors import ArgumentError
 from xmla.core.formats.indexer import INDEXER_LAYOUTS, UE8M0_KEYS, IndexerLayout, indexer_layouts
 from xmla.core.formats.mla import MLA_LAYOUTS, SCALE_FLOORS, MlaLayout, mla_layouts
+from xmla.core.formats.parts import entry_of
 from xmla.core.registry import registry
 from xmla.core.values import Spec
 
@@ -205,10 +206,11 @@ def digest(cache_format: str, page_size: int, *, page_stride: int | None = None)
     stride = layout.page_stride(page_size) if stride is None else stride
     if stride < least:
         raise ArgumentError(f"digest: page_stride is {stride}, expected at least {least} for {page_size} entries")
-    entry, footer = (",".join(f"{part}:{size}" for part, size in parts) for parts in layout.parts)
-    scales = {"scale": layout.scale, "tile": layout.tile} if layout.packed else {}
-    fields = {"format": layout.name, "page": page_size, "stride": stride, "values": layout.values} | scales
-    parts = f"{entry}|{footer}" if footer else entry
+    entry = entry_of(layout)
+    scales = {"scale": entry.scale, "tile": entry.tile} if layout.packed else {}
+    fields = {"format": layout.name, "page": page_size, "stride": stride, "values": entry.values} | scales
+    both = (",".join(f"{part}:{size}" for part, size in parts) for parts in (entry.parts, entry.footer) if parts)
+    parts = "|".join(both)
     return ";".join(f"{field}={value}" for field, value in (fields | {"parts": parts}).items())
 
 

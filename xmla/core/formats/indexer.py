@@ -63,26 +63,6 @@ class IndexerLayout:
         return entries * self.row
 
     @property
-    def parts(self) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]]:
-        """Parts of an entry in their order, and those of its place in the page's footer, each with its bytes."""
-        return (("dims", self.value_bytes),), (("scales", 4),)
-
-    @property
-    def values(self) -> str:
-        """Element type of the dims."""
-        return "e4m3" if self.format == "fp8" else "e2m1"
-
-    @property
-    def tile(self) -> int:
-        """Dims that share a scale."""
-        return self.dim if self.format == "fp8" else MXFP4_BLOCK
-
-    @property
-    def scale(self) -> str:
-        """Type of a scale."""
-        return "float32" if self.format == "fp8" else "ue8m0"
-
-    @property
     def min_exponent(self) -> int:
         """Writers never store a scale below 2**min_exponent.
 
@@ -157,10 +137,6 @@ class Ue8m0IndexerLayout(IndexerLayout):
     @property
     def name(self) -> str:
         return f"indexer_fp8_ue8m0_d{self.dim}"
-
-    @property
-    def scale(self) -> str:
-        return "ue8m0 four times"
 
     def used_scales(self, cache: np.ndarray) -> np.ndarray:
         """Scales [entries, 1] of the written entries, NaN where the four bytes differ."""

@@ -94,21 +94,6 @@ class MlaLayout:
         return 4 if self.scale == "float32" else 1
 
     @property
-    def parts(self) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]]:
-        """Parts of an entry in their order, and those of its place in the page's footer, each with its bytes."""
-        if not self.packed:
-            return (("dims", 2 * self.dims),), ()
-        values = ("latent" if self.rope_values != "quantized" else "dims", self.quantized * self.value_bits // 8)
-        scales = ("interleaved scales" if self.interleaved else "scales", self.scales * self.scale_bytes)
-        rope = ("rope", self.rope * (2 if self.rope_values == "bfloat16" else 1))
-        has_rope = self.rope_values in ("bfloat16", "e4m3")
-        within = [(0, values), *([(self.rope_offset, rope)] if has_rope else [])]
-        if self.footer:
-            pad = self.footer - scales[1]
-            return _ordered(within), (scales, *([("pad", pad)] if pad else []))
-        return _ordered([*within, (self.scale_offset, scales)]), ()
-
-    @property
     def alignment(self) -> int:
         """Required alignment of every page's first byte: the widest element stored in it."""
         return max(self.scale_bytes, 2 if self.rope_values == "bfloat16" else 1) if self.packed else 1
@@ -220,11 +205,6 @@ class MlaLayout:
         if self.interleaved:
             place = 8 * (place % 4) + place // 4
         return (place[:, None] * self.scale_bytes + np.arange(self.scale_bytes)).reshape(-1)
-
-
-def _ordered(parts: list[tuple[int, tuple[str, int]]]) -> tuple[tuple[str, int], ...]:
-    """Parts by their offsets."""
-    return tuple(part for _, part in sorted(parts))
 
 
 # DeepSeek-V3.2 ("fp8_ds_mla"; FlashMLA README): 512 e4m3, 4 float32 scales, 64 bf16 roped dims.

@@ -1,0 +1,52 @@
+"""What an entry of a format is made of, by name and bytes.
+
+Apart from the layouts' classes: kernels that have one as a constant are compiled anew where the class's text changes.
+"""
+
+from typing import NamedTuple
+
+from xmla.core.formats.indexer import IndexerLayout, Ue8m0IndexerLayout
+from xmla.core.formats.mla import MlaLayout
+from xmla.core.formats.numbers import MXFP4_BLOCK
+
+Parts = tuple[tuple[str, int], ...]
+
+
+class Entry(NamedTuple):
+    """An entry of a format.
+
+    Attributes:
+        values: Element type of the dims.
+        scale: Type of a scale.
+        tile: Dims that share a scale.
+        parts: What lies in the entry, in its order, each with its bytes.
+        footer: What the entry has in the page's footer.
+    """
+
+    values: str
+    scale: str
+    tile: int
+    parts: Parts
+    footer: Parts
+
+
+def entry_of(layout: MlaLayout | IndexerLayout) -> Entry:
+    if isinstance(layout, IndexerLayout):
+        fp8, ue8m0 = layout.format == "fp8", isinstance(layout, Ue8m0IndexerLayout)
+        scale = "ue8m0 four times" if ue8m0 else "float32" if fp8 else "ue8m0"
+        values, tile = ("e4m3", layout.dim) if fp8 else ("e2m1", MXFP4_BLOCK)
+        return Entry(values, scale, tile, (("dims", layout.value_bytes),), (("scales", 4),))
+    if not layout.packed:
+        return Entry(layout.values, layout.scale, layout.tile, (("dims", 2 * layout.dims),), ())
+    values = ("latent" if layout.rope_values != "quantized" else "dims", layout.quantized * layout.value_bits // 8)
+    scales = ("interleaved scales" if layout.interleaved else "scales", layout.scales * layout.scale_bytes)
+    places = [(0, values)]
+    if layout.rope_values in ("bfloat16", "e4m3"):
+        places.append((layout.rope_offset, ("rope", layout.rope * (2 if layout.rope_values == "bfloat16" else 1))))
+    footer: Parts = ()
+    if layout.footer:
+        pad = layout.footer - scales[1]
+        footer = (scales, ("pad", pad)) if pad else (scales,)
+    else:
+        places.append((layout.scale_offset, scales))
+    return Entry(layout.values, layout.scale, layout.tile, tuple(part for _, part in sorted(places)), footer)
