@@ -14,7 +14,6 @@ has the selection of the first; with --apart each layer maps it itself.
 
 import json
 import os
-from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,11 +26,12 @@ import torch
 import typer
 from recorded import call_of, unlisted
 
+from benchmarks.engines.calls import CALLS
 from benchmarks.engines.vllm.engines import OPS
+from benchmarks.engines.vllm.workers import told
 from xmla import torch_api as xt
 from xmla.core.models.base import Call
 
-CALLS: Counter[str] = Counter()
 MADE: dict[str, Call] = {}
 
 
@@ -222,12 +222,8 @@ def serve(
             engine.collective_rpc("reload_weights")
         engine.wake_up(["kv_cache"])
         answers |= {"again": ask(), "discarded": sleeping.MEMORY.discarded}
-    layers = engine.vllm_config.compilation_config.static_forward_context.values()
-    # V4's layers are attention themselves; what holds a cache for one has no `forward_mqa`.
-    attention = [getattr(layer, "impl", layer) for layer in layers]
-    kinds = sorted({type(layer).__name__ for layer in attention if hasattr(layer, "forward_mqa")})
     answered: dict[str, Any] = {"beside": vars(compared)} if compared else {}
-    answered |= answers | {"calls": CALLS, "attention": kinds, "preempted": preempted}
+    answered |= answers | told(engine) | {"preempted": preempted}
     attention_calls = [call for call in MADE.values() if call.op == "sparse_mla"]
     answered["invariant"] = sorted({call.attrs.get("batch_invariant", False) for call in attention_calls})
     out.write_text(json.dumps(answered | {"unlisted": unlisted(MADE.values(), partial(calls, engine.vllm_config))}))
