@@ -11,6 +11,7 @@ import torch
 from conftest import HAS_GPU
 from small_transformers import attending, build, distance, first_layer, padded, text
 from torch.utils._pytree import tree_map_only
+from transformers import DynamicCache
 
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.transformers import SERVED, IndexerLoss, LatentCache, models
@@ -165,11 +166,14 @@ def test_what_has_no_loss_is_refused(device: str) -> None:
     losses.added_to(out.loss)
     with pytest.raises(ArgumentError, match="called twice, expected a new IndexerLoss for each pass"):
         losses.added_to(out.loss)
-    with torch.no_grad():
-        cache = model(tokens, cache=LatentCache(model.config)).cache
-    of_cache = "4 tokens have 12 keys of a cache, supported: their own; pass use_cache=False"
-    with pytest.raises(UnsupportedError, match=of_cache), torch.no_grad():
-        model(tokens[:, :4], cache=cache, indexer_loss=IndexerLoss())
+    for cache in (DynamicCache(config=model.config), LatentCache(model.config)):
+        with torch.no_grad():
+            model(tokens, cache=cache)
+        named = f"4 tokens have 12 keys of a {type(cache).__name__}, supported: their own; pass use_cache=False"
+        with pytest.raises(UnsupportedError, match=named), torch.no_grad():
+            model(tokens[:, :4], cache=cache, indexer_loss=IndexerLoss())
+    with pytest.raises(UnsupportedError, match="8 tokens have 8 keys of a LatentCache"), torch.no_grad():
+        model(tokens, cache=LatentCache(model.config), indexer_loss=IndexerLoss())
     first_layer(model).num_heads = 8
     with pytest.raises(UnsupportedError, match=r"indexer_loss: this rank has 4 of 8 heads, supported: all"):
         model(tokens, use_cache=False, indexer_loss=IndexerLoss())

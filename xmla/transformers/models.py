@@ -193,16 +193,17 @@ def _indexer(own: Callable[..., Any], project: Callable[..., Projected]) -> Call
             query, keys, weights = project(self, read)
             projected = Projected(autocast(query), autocast(keys), weights)
         keys = Keys(projected.keys.detach())
-        if arguments.get("cache") is not None:
-            cached = arguments["cache"].update_indexer(keys.values, self.layer_idx)
+        cache = arguments.get("cache")
+        if cache is not None:
+            cached = cache.update_indexer(keys.values, self.layer_idx)
             keys = cached if isinstance(cached, Keys) else Keys(cached)
         queries, length = projected.query.shape[1], keys.values.shape[1]
         seen = Visible.of(arguments["attention_mask"], queries, length)
         if losses is not None:
-            if length != queries:
+            if length != queries or isinstance(cache, LatentCache):  # whose rows of sequences are apart, or bytes
                 raise UnsupportedError(
-                    f"indexer_loss: {queries} tokens have {length} keys of a cache, supported: their own; pass "
-                    "use_cache=False"
+                    f"indexer_loss: {queries} tokens have {length} keys of a {type(cache).__name__}, supported: their "
+                    "own; pass use_cache=False"
                 )
             losses.keep(self, projected, seen)
         with torch.no_grad():
