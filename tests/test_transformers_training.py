@@ -79,7 +79,7 @@ def eager_losses(
 
 @pytest.mark.parametrize(
     ("kind", "how", "dense"),
-    [("deepseek_v32", "none", False), ("deepseek_v32", "left", True), ("glm_moe_dsa", "packed", False),
+    [("deepseek_v32", "none", False), ("deepseek_v32", "left", True), ("deepseek_v32", "packed", True), ("glm_moe_dsa", "packed", False),
      ("hy_v4", "right", False), ("mistral_large4_text", "left", False)],
 )  # fmt: skip
 def test_losses_and_gradients_are_those_of_eager_attention(kind: str, how: str, dense: bool, device: str) -> None:

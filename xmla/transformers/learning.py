@@ -19,7 +19,7 @@ class _Selection(NamedTuple):
     """What an indexer made of a layer's tokens, for the layer's attention."""
 
     projected: Projected
-    real: torch.Tensor  # [B, S] bool, tokens that are no padding
+    seen: Visible
 
 
 class IndexerLoss:
@@ -77,7 +77,7 @@ class IndexerLoss:
         layer = indexer.layer_idx
         if layer in self.layers and self._gradient is None:  # there is one in a backward pass that computes it again
             raise ArgumentError("indexer_loss: given to two passes, expected a new IndexerLoss for each")
-        self._selections[layer] = _Selection(projected, _real(seen))
+        self._selections[layer] = _Selection(projected, seen)
 
     @torch.compiler.disable  # the object is changed, and its gradient comes by another way than the graph's
     def joined(
@@ -97,12 +97,19 @@ class IndexerLoss:
             raise UnsupportedError(
                 f"indexer_loss: this rank has {query.shape[1]} of {module.num_heads} heads, supported: all"
             )
-        projected, real = self._selections.pop(module.layer_idx)
+        projected, seen = self._selections.pop(module.layer_idx)
+        real = _real(seen)
         index_q, index_k, weights = (each.flatten(0, 1) for each in projected)
         constants = query.detach(), rows.detach()[:, 0], lse.detach()
-        counted = slots.masked_fill(~real.flatten()[:, None], -1)
+        starts = ends = indices = None
+        if self.dense and seen.order is None:  # ranges, of which no table is read
+            first = torch.arange(len(real), dtype=torch.int32, device=real.device)[:, None] * real.shape[1]
+            bounds = seen.starts, torch.where(real, seen.ends, seen.starts)
+            starts, ends = ((each + first).flatten() for each in bounds)
+        else:
+            indices = slots.masked_fill(~real.flatten()[:, None], -1)
         average = xt.indexer_loss(
-            index_q, index_k, weights, *constants, indices=counted, softmax_scale=scaling, coeff=UNIT
+            index_q, index_k, weights, *constants, ends, starts, indices, softmax_scale=scaling, coeff=UNIT
         )[0][0]
         loss = average * (real.numel() / UNIT / real.sum().clamp(min=1))
         self.layers.setdefault(module.layer_idx, loss.detach())
