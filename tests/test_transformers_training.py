@@ -12,6 +12,7 @@ from conftest import HAS_GPU
 from small_transformers import attending, build, distance, first_layer, padded, text
 from torch.utils._pytree import tree_map_only
 from transformers import DynamicCache
+from transformers.integrations.finegrained_fp8 import FP8Linear
 
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.transformers import SERVED, IndexerLoss, LatentCache, models
@@ -79,8 +80,8 @@ def eager_losses(
 
 @pytest.mark.parametrize(
     ("kind", "how", "dense"),
-    [("deepseek_v32", "none", False), ("deepseek_v32", "left", True), ("deepseek_v32", "packed", True), ("glm_moe_dsa", "packed", False),
-     ("hy_v4", "right", False), ("mistral_large4_text", "left", False)],
+    [("deepseek_v32", "none", False), ("deepseek_v32", "left", True), ("deepseek_v32", "packed", True),
+     ("glm_moe_dsa", "packed", False), ("hy_v4", "right", False), ("mistral_large4_text", "left", False)],
 )  # fmt: skip
 def test_losses_and_gradients_are_those_of_eager_attention(kind: str, how: str, dense: bool, device: str) -> None:
     """At the keys that xmla selected; only indexers learn from them, and padding does not count."""
@@ -222,6 +223,33 @@ def test_what_is_added_to_the_up_projection_counts(how: str, device: str) -> Non
             everything = torch.ones_like(theirs).bool()
             errors = [distance(each.grad.float(), theirs.grad, everything) for each in (ours, others)]
             assert errors[0] < 1.5 * errors[1] + 0.02, name
+
+
+def quantized(linear: torch.nn.Linear) -> FP8Linear:
+    """transformers' own layer of a checkpoint in fp8, with a scale for each 128 by 128 weights."""
+    layer = FP8Linear(linear.in_features, linear.out_features, block_size=(128, 128)).to(linear.weight.device)
+    blocks = linear.weight.detach().float().unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+    scales = blocks.abs().amax((1, 3), keepdim=True) / 448
+    layer.weight.data = (blocks / scales).flatten(2).flatten(0, 1).to(torch.float8_e4m3fn)
+    layer.weight_scale_inv.data = scales[:, 0, :, 0]
+    return layer
+
+
+def test_a_quantised_up_projection_is_scaled(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where published checkpoints are in fp8; the product by transformers' kernel, which it downloads, is torch's."""
+
+    def product(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, block: Any, *_: Any) -> torch.Tensor:
+        spread = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+        return (x.float() @ (weight.float() * spread).T).to(x.dtype)
+
+    monkeypatch.setattr("transformers.integrations.finegrained_fp8.fp8_linear", product)
+    model, tokens = build("deepseek_v32", device), text(device, 2, 14)
+    for each in attentions(model):
+        each.kv_b_proj = quantized(each.kv_b_proj)
+    with torch.no_grad():
+        eager = attending(model, "eager")(tokens).logits.float()
+        ours = attending(model)(tokens).logits.float()
+    assert distance(ours, eager, torch.ones_like(eager).bool()) < 0.05
 
 
 def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:

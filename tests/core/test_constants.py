@@ -70,7 +70,7 @@ def unread(constants: Constants, names: frozenset[str], prefix: str = "") -> Ite
 
 
 def launches() -> Iterator[Launch]:
-    """Those of every case of every op, on every device, by every implementation that serves it."""
+    """The launches of every case of every op, on every device, by every implementation that serves it."""
     for op in registry().values():
         for case in op.cases:
             specs = {name: Spec.of_numpy(array) for name, array in case.make(np.random.default_rng(0)).items()}
