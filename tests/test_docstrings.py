@@ -113,6 +113,7 @@ def test_docstrings_say_what_becomes_of_updated_arrays(op: Op) -> None:
     assert told in torch_doc and "jax.Ref" not in torch_doc
     told = "The new array; the one given does not change, and without the result nothing is written. A `jax.Ref` is "
     assert " ".join(jax_doc.split()).count(told) == len(op.mutates)
+    assert not re.search(r"\s[.,;](?!\.)", jax_doc), "a sign without its word"
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if not op.steps], ids=lambda op: op.name)

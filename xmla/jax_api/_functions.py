@@ -523,8 +523,7 @@ def dsa_step(
         q: [T, H, L+E] bfloat16 or float16, absorbed queries, H ≤ 128.
         index_q: [T, I, D] bfloat16, float16 or float32, roped indexer queries, 1 ≤ I ≤ 128.
         index_weights: [T, I], any of the same dtypes, unscaled weights of the indexer heads.
-        mla_cache: [P, R, ROW] in any format of `write_mla_cache` whose entries have L latent and E roped dims. Updated
-           .
+        mla_cache: [P, R, ROW] in any format of `write_mla_cache` whose entries have L latent and E roped dims. Updated.
         indexer_cache: [P, R, INDEXER_ROW] bytes, INDEXER_ROW = D+4 (fp8) or D/2+4 (mxfp4). Updated. Both
             caches share page ids and page size.
         block_table: [B, M] int32, page ids; page ids past a token's length are never read.

@@ -83,7 +83,7 @@ def document(op: Op, style: Style) -> str:
         lines.append(line)
     text = "\n".join(lines)
     if op.mutates and style.returns_updated:
-        text = re.sub(r"(, | )in place\b", "", text)
+        text = re.sub(r",?\s+in place\b", "", text)
         heading = "\n" if op.outputs else "\n\n    Returns:\n"
         returns = f"{heading}{_entries(dict.fromkeys(op.mutates, NEW))}\n\n    Raises:\n"
         text = text.replace("\n\n    Raises:\n", returns)
