@@ -245,8 +245,16 @@ def test_what_is_not_served_is_refused(device: str) -> None:
     model, tokens = build("deepseek_v32", device), text(device, 1, 8)
     with pytest.raises(UnsupportedError, match=r"attention_mask is torch\.float32 of shape \(1, 8, 8\)"):
         logits(model, "xmla", tokens, attention_mask=torch.zeros(1, 1, 8, 8, device=device))
-    with pytest.raises(UnsupportedError, match=r"the model is torch\.float32, supported are bfloat16"):
-        logits(copy.deepcopy(model).float(), "xmla", tokens)
+    for given in (tokens, text(device, 1, 20)):  # with more keys than are selected, the indexer comes first
+        with pytest.raises(UnsupportedError, match=r"the model is torch\.float32, supported are bfloat16"):
+            logits(copy.deepcopy(model).float(), "xmla", given)
+    for cache in (LatentCache(model.config), LatentCache(model.config, "fp8", "fp8")):
+        logits(model, "xmla", tokens.expand(3, -1), cache=cache)
+        with pytest.raises(ArgumentError, match="LatentCache: got 1 sequences, expected 3, as before"):
+            logits(model, "xmla", tokens[:, :1], cache=cache)
+        with pytest.raises(UnsupportedError, match="LatentCache: the model attends by 'eager', supported: 'xmla'"):
+            logits(model, "eager", tokens[:, :1].expand(3, -1), cache=cache)
+    attending(model)
     first_layer(model).attention_dropout = 0.1
     with pytest.raises(UnsupportedError, match=r"attention_dropout is 0\.1, supported: 0"):
         model.train()(tokens)

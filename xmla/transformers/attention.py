@@ -47,11 +47,7 @@ def attend(
         )
     if dropout:
         raise UnsupportedError(f"xmla.transformers: attention_dropout is {dropout}, supported: 0")
-    query, key = autocast(query), autocast(key)
-    if query.dtype not in (torch.bfloat16, torch.float16):
-        raise UnsupportedError(
-            f"xmla.transformers: the model is {query.dtype}, supported are bfloat16 and float16, also by autocast"
-        )
+    query, key = of_16_bits(query), autocast(key)
     batch, heads, queries, _ = query.shape
     up = _up(module, query.dtype, query.device).unflatten(0, (heads, -1))
     up_key, up_value = up.split([module.qk_nope_head_dim, module.v_head_dim], 1)
@@ -71,6 +67,20 @@ def attend(
     if sink is not None:
         lse = torch.logaddexp(lse, sink)  # a head's probabilities are its share of the sum over heads
     return indexer_loss.joined(module, out, q, rows, slots, lse, scale), None
+
+
+def of_16_bits(query: torch.Tensor) -> torch.Tensor:
+    """Queries in the dtype that kernels multiply: the model's, or that of autocast.
+
+    Raises:
+        UnsupportedError: It is another than bfloat16 and float16.
+    """
+    query = autocast(query)
+    if query.dtype not in (torch.bfloat16, torch.float16):
+        raise UnsupportedError(
+            f"xmla.transformers: the model is {query.dtype}, supported are bfloat16 and float16, also by autocast"
+        )
+    return query
 
 
 def autocast(x: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,13 @@ class _Growing:
         self.array, self.length = torch.empty(0, 0, 0), 0
 
     def room(self, batch: int, tokens: int, row: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Where so many more tokens are to be written: a view [B, tokens, row]."""
+        """Where so many more tokens are to be written: a view [B, tokens, row].
+
+        Raises:
+            ArgumentError: Tokens before were of another number of sequences.
+        """
+        if self.length and batch != len(self.array):
+            raise ArgumentError(f"LatentCache: got {batch} sequences, expected {len(self.array)}, as before")
         first, self.length = self.length, self.length + tokens
         if self.length > self.array.shape[1]:
             capacity = -(-max(LEAST, self.length, self.length * 5 // 4) // LEAST) * LEAST

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from xmla.core.errors import ArgumentError, UnsupportedError
-from xmla.transformers.attention import autocast, latents
+from xmla.transformers.attention import autocast, latents, of_16_bits
 from xmla.transformers.cache import LatentCache
 from xmla.transformers.learning import ASKED, IndexerLoss
 from xmla.transformers.masks import Visible, part, visible
@@ -123,6 +123,7 @@ def _attention(own: Callable[..., Any]) -> Callable[..., Any]:
 
     Raises:
         ArgumentError: `indexer_loss` is something else.
+        UnsupportedError: Another attention is given a `LatentCache`.
     """
     names = tuple(signature(own).parameters)[1:]
 
@@ -133,6 +134,10 @@ def _attention(own: Callable[..., Any]) -> Callable[..., Any]:
         queries = x.shape[1]
         losses = whole.get("indexer_loss")
         if self.config._attn_implementation != NAME:
+            if isinstance(whole.get("cache"), LatentCache):
+                raise UnsupportedError(
+                    f"LatentCache: the model attends by {self.config._attn_implementation!r}, supported: {NAME!r}"
+                )
             return own(self, *args, **kwargs)
         if losses is not None:
             if not isinstance(losses, IndexerLoss):
@@ -191,7 +196,7 @@ def _indexer(own: Callable[..., Any], project: Callable[..., Projected]) -> Call
         read = tree_map_only(torch.Tensor, torch.Tensor.detach, arguments)
         with torch.set_grad_enabled(losses is not None and torch.is_grad_enabled()):
             query, keys, weights = project(self, read)
-            projected = Projected(autocast(query), autocast(keys), weights)
+            projected = Projected(of_16_bits(query), autocast(keys), weights)
         keys = Keys(projected.keys.detach())
         cache = arguments.get("cache")
         if cache is not None:
