@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +23,7 @@ from xmla import ArgumentError, UnsupportedError, __version__, jax_api, torch_ap
 from xmla.command import app
 from xmla.core import config
 from xmla.core.config import settings
-from xmla.core.debug import reproducer, shadow
+from xmla.core.debug import checks, reproducer, shadow
 from xmla.core.op import Case, Op
 from xmla.core.registry import registry
 from xmla.core.values import DTYPES, Spec
@@ -80,6 +81,47 @@ def test_every_index_has_its_limits(op: Op) -> None:
         problem = op.bind({name: Spec.of_numpy(array) for name, array in arrays.items()}, op.attributes(**case.attrs))
         limited |= {limit.argument for limit in op.limits(problem, arrays)}
     assert {name for name in given if op.tensors[name].index_of or op.tensors[name].bound_of} <= limited
+
+
+WRITERS = [op for op in registry().values() if any(tensor.distinct for tensor in op.tensors.values())]
+
+
+def test_ops_whose_slots_must_be_distinct_say_so() -> None:
+    told = [op for op in registry().values() if "Valid slots must be distinct" in " ".join(op.doc.split())]
+    assert told == WRITERS
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("op", WRITERS, ids=kit.case_id)
+def test_entries_that_are_written_twice_are_told(
+    op: Op, framework: str, device: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the check, and by what repeats the call; −1 may stand several times, and skipped tokens do not count."""
+    (name,) = [name for name, tensor in op.tensors.items() if tensor.distinct]
+    case = next(case for case in op.cases if (kit.make(case)[name] >= 0).sum() > 2)
+    inputs, attrs = kit.make(case), op.attributes(**case.attrs)
+    problem = op.bind({n: Spec.of_numpy(array) for n, array in inputs.items()}, attrs)
+    for limit in op.limits(problem, inputs):
+        array = inputs[limit.argument]
+        array[(array < limit.low) | (array > limit.high)] = limit.low
+    places = np.flatnonzero(np.all([inputs[n] >= 0 for n in (name, "source_slots") if n in inputs], axis=0))
+    first, second = places[:2]
+    inputs[name][np.delete(np.arange(len(inputs[name])), [first, second])] = -1
+    assert checks.find_violation(op, inputs, attrs) is None
+    inputs[name][second] = inputs[name][first]
+    if "source_slots" in inputs:
+        skipped = inputs | {"source_slots": np.where(np.arange(len(inputs[name])) == first, -1, inputs["source_slots"])}
+        assert checks.find_violation(op, skipped, attrs) is None
+    monkeypatch.setattr(settings, "check", True)
+    told = f"expected distinct ones (1 of {len(inputs[name])} elements stand before)"
+    with pytest.raises(ArgumentError, match=re.escape(f"{op.name}: {name}[{second}] is {inputs[name][first]}, {told}")):
+        if framework == "torch":
+            getattr(TORCH_OPS, op.name)(*kit.torch_inputs(op, inputs, device), **case.attrs)
+        else:
+            getattr(JAX_OPS, op.name)(*kit.jax_inputs(op, inputs), **case.attrs)
+    (file,) = folder.iterdir()
+    again = CliRunner().invoke(app, ["replay", str(file)])
+    assert again.exit_code == 1 and "expected distinct ones" in again.output
 
 
 def test_only_used_pages_leave_the_device() -> None:

@@ -34,6 +34,7 @@ class Tensor:
         format: Of paged caches: a function that finds the format of the argument of that name, or refuses it.
         format_attribute: The attribute that may name that format.
         pool: Of keys one after the other: they are a pool, as paged caches are.
+        distinct: Of index tensors: values in range must differ, since what they name is written.
     """
 
     axes: str
@@ -43,6 +44,7 @@ class Tensor:
     format: "Callable[[Problem, str], Format] | None" = None
     format_attribute: str = ""
     pool: bool = False
+    distinct: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -200,18 +202,24 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Elements of `argument` must lie in [low, high]; only those at `where`, if given."""
+    """Elements of `argument` must lie in [low, high], or those from 0 on be `distinct`; at `where` alone, if given."""
 
     argument: str
     low: int
     high: int
     where: np.ndarray | None = None
+    distinct: bool = False
 
 
 def declared_limits(problem: Problem, arrays: Arrays) -> Iterable[Limit]:
     """The range of each integer that indexes or bounds axes, by its declaration; an index may be −1."""
     for name, tensor in problem.tensors.items():
         if name in arrays and tensor.index_of:
-            yield Limit(name, -1, prod(problem[axis] for axis in tensor.index_of.split()) - 1)
+            high = prod(problem[axis] for axis in tensor.index_of.split()) - 1
+            yield Limit(name, -1, high)
+            if tensor.distinct:
+                beside = [other for other, its in problem.tensors.items() if its.index_of and its.axes == tensor.axes]
+                named = np.all([arrays[other] >= 0 for other in beside], axis=0)  # else the token is skipped
+                yield Limit(name, -1, high, named, distinct=True)
         elif name in arrays and tensor.bound_of:
             yield Limit(name, 0, problem[tensor.bound_of])

@@ -27,17 +27,26 @@ def find_violation(op: Op, arrays: Arrays, attrs: Attributes) -> Violation | Non
     problem = op.bind({name: Spec.of_numpy(array) for name, array in arrays.items()}, attrs)
     for limit in op.limits(problem, arrays):
         array = arrays[limit.argument]
-        bad = (array < limit.low) | (array > limit.high)
-        if limit.where is not None:
-            bad &= limit.where
+        where = np.ones(array.shape, bool) if limit.where is None else limit.where
+        bad = where & (repeated(array, where) if limit.distinct else (array < limit.low) | (array > limit.high))
         if bad.any():
             place = tuple(int(i) for i in np.argwhere(bad)[0])
-            message = (
-                f"{op.name}: {limit.argument}{list(place)} is {array[place]}, limit [{limit.low}, {limit.high}] "
-                f"({int(bad.sum())} of {array.size} elements are out of it)"
-            )
-            return Violation(message, np.array(place[:1]) if has_tokens(op, limit.argument) else None)
+            expected = "expected distinct ones" if limit.distinct else f"limit [{limit.low}, {limit.high}]"
+            count = f"{int(bad.sum())} of {array.size} elements"
+            told = f"{count} stand before" if limit.distinct else f"{count} are out of it"
+            message = f"{op.name}: {limit.argument}{list(place)} is {array[place]}, {expected} ({told})"
+            rows = np.flatnonzero(where & (array == array[place])) if limit.distinct else np.array(place[:1])
+            return Violation(message, rows if has_tokens(op, limit.argument) else None)
     return None
+
+
+def repeated(array: np.ndarray, where: np.ndarray) -> np.ndarray:
+    """Which elements from 0 on stand at an earlier place, too, of those at `where`."""
+    places = np.flatnonzero(where & (array >= 0))
+    _, first = np.unique(array.reshape(-1)[places], return_index=True)
+    again = np.zeros(array.size, bool)
+    again[np.delete(places, first)] = True
+    return again.reshape(array.shape)
 
 
 def check_values(op: Op, arrays: Arrays, attrs: Attributes, device: Device) -> None:

@@ -70,7 +70,7 @@ OP = Op(
     tensors={
         "source": Tensor("SOURCE_P SOURCE_R SOURCE_ROW", BYTES, format=pair_format, format_attribute="source_format"),
         "source_slots": Tensor("T", ("int32", "int64"), index_of="SOURCE_P SOURCE_R"),
-        "slots": Tensor("T", ("int32", "int64"), index_of="P R"),
+        "slots": Tensor("T", ("int32", "int64"), index_of="P R", distinct=True),
         "cache": Tensor("P R ROW", BYTES, format=pair_format, format_attribute="cache_format"),
     },
     outputs={},

@@ -44,7 +44,7 @@ OP = Op(
     prototype=write_indexer_cache,
     tensors={
         "keys": Tensor("T D", FLOATS),
-        "slots": Tensor("T", ("int32", "int64"), index_of="P R"),
+        "slots": Tensor("T", ("int32", "int64"), index_of="P R", distinct=True),
         "cache": Tensor("P R ROW", BYTES, format=indexer_format),
     },
     outputs={},

@@ -68,7 +68,7 @@ OP = Op(
     tensors={
         "latent": Tensor("T L", FLOATS),
         "rope": Tensor("T E", FLOATS),
-        "slots": Tensor("T", ("int32", "int64"), index_of="P R"),
+        "slots": Tensor("T", ("int32", "int64"), index_of="P R", distinct=True),
         "cache": Tensor("P R ROW", (*BYTES, *HALVES), format=mla_format, format_attribute="cache_format"),
     },
     outputs={},

@@ -82,7 +82,8 @@ def check(problem: Problem) -> None:
 
 
 def limits(problem: Problem, arrays: Arrays) -> Iterator[Limit]:
-    yield Limit("entry_slots", -1, problem["P"] * problem["R"] - 1)
+    most = problem["P"] * problem["R"] - 1
+    yield from (Limit("entry_slots", -1, most, distinct=distinct) for distinct in (False, True))
     yield from paged_limits(problem, arrays, "indexer_cache")
 
 
@@ -92,7 +93,7 @@ OP = Op(
         "latent": Tensor("T L", FLOATS),
         "rope": Tensor("T E", FLOATS),
         "index_k": Tensor("T D", FLOATS),
-        "entry_slots": Tensor("T", ("int32", "int64"), index_of="P R"),
+        "entry_slots": Tensor("T", ("int32", "int64"), index_of="P R", distinct=True),
         **attention.OP.tensors,
     },
     outputs=attention.OP.outputs,
