@@ -248,8 +248,10 @@ def test_what_adds_in_any_order_is_an_option_that_says_so() -> None:
     """The attribute is of attention and its derivative alone, and is not the default."""
     optional = {op.name: op.defaults["deterministic"] for op in OPS.values() if "deterministic" in op.defaults}
     assert optional == {"sparse_mla": True, "sparse_mla_backward": True}
-    doc = " ".join(OPS["sparse_mla_backward"].doc.split())
-    assert "dcache and dextra_cache differ from run to run and between the front-ends; dq and dsink do not" in doc
+    doc = " ".join(OPS["sparse_mla"].doc.split())
+    assert (
+        "gradients of caches then differ from run to run and between the front-ends; those of q and sink do not" in doc
+    )
 
 
 def test_in_any_order_other_gradients_have_the_same_bits() -> None:

@@ -45,7 +45,7 @@ class Settings:
         default_factory=lambda: _level("XMLA_LOG"),
         metadata={
             "variable": "XMLA_LOG",
-            "meaning": "level of the `xmla` logger, on stderr or where the program's own logging goes: INFO tells each "
+            "meaning": "level of the `xmla` logger, on stderr or where the program's own logging goes: INFO logs each "
             "compile, DEBUG each new plan too",
         },
     )
@@ -60,7 +60,8 @@ class Settings:
         default_factory=lambda: _flag("XMLA_CHECK"),
         metadata={
             "variable": "XMLA_CHECK",
-            "meaning": "1: every index, page and length is read back and validated before a call; slow, waits",
+            "meaning": "1: every index, page and length is read back and validated before a call, and that no "
+            "entry is written twice; slow, waits",
         },
     )
     shadow: float = field(
@@ -84,14 +85,15 @@ class Settings:
         default_factory=lambda: _flag("XMLA_PRINT_PLANS"),
         metadata={
             "variable": "XMLA_PRINT_PLANS",
-            "meaning": "1: each new plan is told once, by the logger `xmla.plans`, whatever XMLA_LOG is",
+            "meaning": "1: each new plan is logged once, by the logger `xmla.plans`, whatever XMLA_LOG is",
         },
     )
     sglang_required: bool = field(
         default_factory=lambda: _flag("XMLA_SGLANG_REQUIRED"),
         metadata={
             "variable": "XMLA_SGLANG_REQUIRED",
-            "meaning": "1: a process of SGLang that cannot have xmla ends, where it would serve with its own kernels",
+            "meaning": "1: a process of SGLang into which xmla cannot be installed ends; without it, it serves with "
+            "its own kernels",
         },
     )
 

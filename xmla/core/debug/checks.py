@@ -33,8 +33,8 @@ def find_violation(op: Op, arrays: Arrays, attrs: Attributes) -> Violation | Non
             place = tuple(int(i) for i in np.argwhere(bad)[0])
             expected = "expected distinct ones" if limit.distinct else f"limit [{limit.low}, {limit.high}]"
             count = f"{int(bad.sum())} of {array.size} elements"
-            told = f"{count} stand before" if limit.distinct else f"{count} are out of it"
-            message = f"{op.name}: {limit.argument}{list(place)} is {array[place]}, {expected} ({told})"
+            wrong = f"{count} stand before" if limit.distinct else f"{count} are out of it"
+            message = f"{op.name}: {limit.argument}{list(place)} is {array[place]}, {expected} ({wrong})"
             rows = np.flatnonzero(where & (array == array[place])) if limit.distinct else np.array(place[:1])
             return Violation(message, rows if has_tokens(op, limit.argument) else None)
     return None
