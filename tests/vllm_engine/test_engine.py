@@ -224,7 +224,7 @@ def test_hy_tokens_are_those_of_the_references(
 
 def test_hy_log_probabilities_of_another_implementation(hy_kernels: dict[str, Any], models: dict[str, Path]) -> None:
     """transformers' own model, as for V3.2: 0.007 to 0.011 were found; without its sinks 0.008 to 0.066."""
-    from model import hy_in_transformers
+    from benchmarks.engines.models import hy_in_transformers
 
     original = hy_in_transformers(models["hy"])
     found = distances(hy_kernels, original)
