@@ -1,6 +1,7 @@
 """What every module keeps to: no circles of imports, no op below the ops, no framework in the core, names, errors."""
 
 import ast
+import importlib.util
 import inspect
 import os
 import subprocess
@@ -14,6 +15,7 @@ import xmla
 from xmla.core.registry import FAMILIES, registry
 
 PACKAGE = Path(xmla.__file__).parent
+ROOT = PACKAGE.parent
 
 
 def module_of(file: Path) -> str:
@@ -192,3 +194,26 @@ def test_no_other_file_knows_an_op_by_name() -> None:
         for node in ast.walk(tree):
             named = getattr(node, "value", None) if isinstance(node, ast.Constant) else getattr(node, "id", None)
             assert getattr(node, "attr", named) not in ops, f"{file}:{getattr(node, 'lineno', 0)}: {ast.unparse(node)}"
+
+
+# Peers and engines, which only their own environments have.
+ELSEWHERE = {"jla", "playwright", "sglang", "tokamax", "vllm"}
+
+
+def test_programs_that_seldom_run_import_what_is_there() -> None:
+    """Engines' tests run in environments of their own: a module that has moved is not missed before."""
+    folders = [ROOT / name for name in ("benchmarks", "docs", "examples", "tests", "tools")]
+    beside = [ROOT, *(ROOT / "tests" / name for name in ("", "shared", "parallel", "vllm_engine"))]
+    missing = []
+    for file in (file for folder in folders for file in folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names = [node.module]
+            for name in {name.partition(".")[0] for name in names} - ELSEWHERE - sys.stdlib_module_names:
+                here = any(
+                    (place / name).is_dir() or (place / f"{name}.py").exists() for place in (*beside, file.parent)
+                )
+                if not here and importlib.util.find_spec(name) is None:
+                    missing.append(f"{file.relative_to(ROOT)}: {name}")
+    assert missing == []
