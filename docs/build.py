@@ -24,6 +24,7 @@ from tools.report import declarations
 from tools.report.declarations import plain, table
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import MLA_LAYOUTS, MlaLayout
+from xmla.core.formats.parts import Parts, entry_of
 from xmla.core.op import Op
 from xmla.core.op.docstrings import JAX, TORCH, document, updates
 from xmla.core.registry import public_ops
@@ -194,32 +195,28 @@ def folded(text: str, op: str | None = None) -> str:
 
 def fields_of(layout: MlaLayout | IndexerLayout) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
     """What an entry holds, in bytes (elements of a plain row): beside it, and in its part of the page's footer."""
-    if isinstance(layout, IndexerLayout):
-        kind = "e4m3" if layout.format == "fp8" else "e2m1"
-        scale = "float32 scale" if layout.format == "fp8" else f"{layout.dim // 32} UE8M0 scales"
-        return [(f"{layout.dim} {kind}", layout.value_bytes)], [(scale, 4)]
     if not layout.packed:
         return [(f"{layout.latent} latent dims", layout.latent), (f"{layout.rope} roped", layout.rope)], []
-    pieces = {0: (f"{layout.latent} {layout.values}", layout.latent * layout.value_bits // 8)}
-    if layout.rope_values == "quantized":
-        pieces[layout.latent * layout.value_bits // 8] = (
-            f"{layout.rope} {layout.values} rope",
-            layout.rope * layout.value_bits // 8,
-        )
-    scale = (f"{layout.scales} {layout.scale.upper().replace('FLOAT', 'float').replace('E4M3', 'e4m3')} scales",
-             layout.scales * layout.scale_bytes)  # fmt: skip
-    if layout.rope_values in ("bfloat16", "e4m3"):
-        width = 2 if layout.rope_values == "bfloat16" else 1
-        pieces[layout.rope_offset] = (f"{layout.rope} {layout.rope_values} rope", layout.rope * width)
-    if not layout.footer:
-        pieces[layout.scale_offset] = scale
-    data = [pieces[start] for start in sorted(pieces)]
-    if sum(size for _, size in data) != layout.data:
-        raise RuntimeError(f"{layout.name}: the pieces {data} are not the {layout.data} bytes of an entry")
-    if not layout.footer:
-        return data, []
-    pad = layout.footer - scale[1]
-    return data, [scale, *([("pad", pad)] if pad else [])]
+    entry = entry_of(layout)
+    if isinstance(layout, IndexerLayout):
+        scale = "float32 scale" if layout.format == "fp8" else f"{layout.dim // 32} UE8M0 scales"
+        labels = {"dims": f"{layout.dim} {entry.values}", "scales": scale}
+    else:
+        scale = f"{layout.scales} {layout.scale.upper().replace('FLOAT', 'float').replace('E4M3', 'e4m3')} scales"
+        labels = {
+            "latent": f"{layout.latent} {layout.values}", "rope": f"{layout.rope} {layout.rope_values} rope",
+            "scales": scale, "interleaved scales": scale, "pad": "pad",
+        }  # fmt: skip
+
+    def labelled(parts: Parts) -> Iterator[tuple[str, int]]:
+        for name, size in parts:
+            if name == "dims" and isinstance(layout, MlaLayout):  # roped dims are stored as the others, behind them
+                latent = layout.latent * layout.value_bits // 8
+                yield from ((labels["latent"], latent), (f"{layout.rope} {layout.values} rope", size - latent))
+            else:
+                yield labels[name], size
+
+    return [*labelled(entry.parts)], [*labelled(entry.footer)]
 
 
 # As in the pictures of docs/images (docs/concepts.md has the legend).
