@@ -40,7 +40,7 @@ def dsa_attention(
         q8, w   = quantize_indexer_query(index_q, index_weights, scale=index_scale, format=format of indexer_cache)
         indices = indexer_topk_paged(q8, w, indexer_cache, block_table, lengths, k=k)
         slots   = map_slots(indices, block_table, page_size=R)
-        out     = sparse_mla(q, mla_cache, slots, sink=sink, softmax_scale=softmax_scale)
+        out     = sparse_mla(q, mla_cache, slots, lengths, sink, softmax_scale=softmax_scale)
 
     One call with the same bits as these four. The caller writes the token's own keys first, with `write_mla_cache` and
     `write_indexer_cache`. Where no request can have more than k keys, M · R ≤ k, every key is selected: the plan has

@@ -45,7 +45,7 @@ def attend(composition: Composition) -> None:
     mapped = same_names("indices", "block_table", "request_ids")
     composition.call(map_slots.OP, mapped, page_size=problem.page_size("mla_cache"))
     composition.call(
-        sparse_mla.OP, same_names("q", "slots", "sink") | {"cache": "mla_cache"},
+        sparse_mla.OP, same_names("q", "slots", "lengths", "sink") | {"cache": "mla_cache"},
         softmax_scale=attrs.softmax_scale, cache_format=attrs.mla_cache_format, batch_invariant=attrs.batch_invariant,
     )  # fmt: skip
 
