@@ -58,7 +58,8 @@ def test_demo_agrees(tmp_path: Path) -> None:
     assert subjects[3 : 4 + parts] == [*["now"] * parts, "Agrees"], "parts in words, where no bar is drawn"
     assert f"Agrees: {len(figures)} of {len(figures)} figures keep their bounds" in told
     assert re.search(r"([1-9]\d*) of \1 results identical bit for bit", result.output)
-    assert re.search(r"for (9[89]|100)% with plain rows", result.output)
+    [share] = re.findall(r"for (\d+)% with plain rows", result.output)
+    assert int(share) >= 98
     assert "layer 0, prefill" not in result.output, "the table is for --details"
 
 

@@ -283,6 +283,7 @@ def test_autocast_of_a_model_in_float32(kind: str, device: str) -> None:
         if theirs.grad is not None:
             everything = torch.ones_like(theirs).bool()
             errors = [distance(each.grad, theirs.grad, everything) for each in (ours, others)]
-            assert errors[0] < 1.5 * errors[1] + 0.02, name
+            few = theirs.numel() < 256  # such as a stream's scale, of whose terms little is left
+            assert errors[0] < 1.5 * errors[1] + (0.1 if few else 0.02), name
         elif ".indexer." in name:
             assert ours.grad.any(), name

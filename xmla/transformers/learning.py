@@ -118,6 +118,8 @@ class IndexerLoss:
 
 # The pass whose attention is being computed: transformers hands options of a pass to attention, not to the indexer.
 ASKED: ContextVar[IndexerLoss | None] = ContextVar("ASKED", default=None)
+# The passes of all threads that ask: without any, torch.compile meets no ContextVar, which its older releases refuse.
+UNDER_WAY: list[IndexerLoss] = []
 
 
 def _real(seen: Visible) -> torch.Tensor:

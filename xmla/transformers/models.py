@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.transformers.attention import autocast, latents, of_16_bits
 from xmla.transformers.cache import LatentCache
-from xmla.transformers.learning import ASKED, IndexerLoss
+from xmla.transformers.learning import ASKED, UNDER_WAY, IndexerLoss
 from xmla.transformers.masks import Visible, part, visible
 from xmla.transformers.selection import Keys, Projected, select
 
@@ -142,11 +142,13 @@ def _attention(own: Callable[..., Any]) -> Callable[..., Any]:
         if losses is not None:
             if not isinstance(losses, IndexerLoss):
                 raise ArgumentError(f"indexer_loss: is {type(losses).__name__}, expected IndexerLoss")
+            UNDER_WAY.append(losses)
             asked = ASKED.set(losses)
             try:
                 return own(self, *args, **kwargs)
             finally:
                 ASKED.reset(asked)
+                UNDER_WAY.pop()
         if torch.is_grad_enabled() or queries <= AT_ONCE:
             return own(self, *args, **kwargs)
         if whole.get("cache") is None:
@@ -192,7 +194,7 @@ def _indexer(own: Callable[..., Any], project: Callable[..., Projected]) -> Call
         if self.config._attn_implementation != NAME:
             return own(self, *args, **kwargs)
         arguments = dict(zip(names, args, strict=False)) | kwargs
-        losses = ASKED.get()
+        losses = ASKED.get() if UNDER_WAY else None
         read = tree_map_only(torch.Tensor, torch.Tensor.detach, arguments)
         with torch.set_grad_enabled(losses is not None and torch.is_grad_enabled()):
             query, keys, weights = project(self, read)

@@ -272,4 +272,4 @@ def windows_case(requests: int, tokens: int, window: int, context: int) -> Bench
 
 def windows() -> Iterator[Benchmark]:
     for requests, tokens in ((64, 64), (1, 8192), (1, 32768)):
-        yield windows_case(requests, tokens, 128, CONTEXT)
+        yield windows_case(requests, tokens, 128, CONTEXT + tokens)
