@@ -13,9 +13,22 @@ from test_growing import at, axes_of
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.op import Case, Op, make_plan
 from xmla.core.op.template import Specs, sizes_of, trace_call
-from xmla.core.plan.sizes import Trace, arithmetic
 from xmla.core.registry import registry
-from xmla.core.values import H200, INTERPRETER, KNOWN_DEVICES, Device, Spec, row_major
+from xmla.core.values import (
+    H200,
+    INTERPRETER,
+    KNOWN_DEVICES,
+    Device,
+    Spec,
+    Trace,
+    arithmetic,
+    cdiv,
+    larger,
+    log2_of,
+    next_power_of_2,
+    row_major,
+    smaller,
+)
 
 FIRST = [(op, op.cases[0]) for op in registry().values()]
 SIZES = (100, 101, 104, 117, 127)
@@ -93,6 +106,15 @@ def test_arithmetic_is_done_again_and_answers_are_compared() -> None:
     for a, b in ((5, 9), (1, 2), (40, 41)):
         assert function(a, b) == program(a, b)
     assert function(9, 5) is None and function(5, 5) is None
+
+
+def test_functions_of_sizes_are_steps_where_python_would_ask() -> None:
+    def program(a: Any, b: Any) -> Any:
+        return (smaller(a, b), larger(a, 7), cdiv(a, b), next_power_of_2(a), log2_of(b))
+
+    function = of_sizes(program, 5, 9)
+    for a, b in ((5, 9), (9, 5), (1, 1), (64, 3)):
+        assert function(a, b) == program(a, b)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from typing import Any
 
 from xmla.core.op.memo import make_plan
 from xmla.core.op.op import Op
-from xmla.core.plan import Launch, Plan, Trace, sizes_in, with_numbers
-from xmla.core.values import Attributes, Device, Spec
+from xmla.core.plan import Launch, Plan
+from xmla.core.values import Attributes, Device, Spec, Trace, sizes_in, with_numbers
 
 Specs = tuple[Spec | None, ...]
 Sizes = tuple[int, ...]

@@ -18,7 +18,6 @@ from xmla.core.plan.plan import (
     most_registers,
 )
 from xmla.core.plan.roofline import estimate
-from xmla.core.plan.sizes import Trace, arithmetic, sizes_in, with_numbers
 
 __all__ = [
     "ALIGNMENT",
@@ -32,8 +31,6 @@ __all__ = [
     "Part",
     "Plan",
     "Rows",
-    "Trace",
-    "arithmetic",
     "choose",
     "clear",
     "constants_by_name",
@@ -45,6 +42,4 @@ __all__ = [
     "join_parts",
     "most_registers",
     "overlap_limit",
-    "sizes_in",
-    "with_numbers",
 ]

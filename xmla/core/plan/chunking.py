@@ -16,7 +16,7 @@ MAX_PARTS = 1024  # each has two to six launches
 
 
 class Rows(NamedTuple):
-    """Some rows after one another. Unlike a `range`, these may be sizes of a trace (core/plan/sizes.py)."""
+    """Some rows after one another. Unlike a `range`, these may be sizes of a trace (core/values/sizes.py)."""
 
     first: int
     count: int

@@ -20,7 +20,8 @@ from xmla.core.values.device import (
     assumed_device,
     find_device,
 )
-from xmla.core.values.integers import cdiv, log2_of, next_power_of_2
+from xmla.core.values.integers import cdiv, larger, log2_of, next_power_of_2, smaller
+from xmla.core.values.sizes import Size, Trace, arithmetic, sizes_in, with_numbers
 from xmla.core.values.spec import DTYPES, Spec, alignment_of, row_major
 from xmla.core.values.tolerance import (
     ATTENTION_LSE,
@@ -73,10 +74,13 @@ __all__ = [
     "Device",
     "Peaks",
     "Selection",
+    "Size",
     "Spec",
     "Tolerance",
+    "Trace",
     "alignment_of",
     "are_subnormal",
+    "arithmetic",
     "assume_device",
     "assumed_device",
     "cdiv",
@@ -84,7 +88,11 @@ __all__ = [
     "difference",
     "factor_difference",
     "find_device",
+    "larger",
     "log2_of",
     "next_power_of_2",
     "row_major",
+    "sizes_in",
+    "smaller",
+    "with_numbers",
 ]

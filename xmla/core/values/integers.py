@@ -1,16 +1,28 @@
-"""Arithmetic of sizes."""
+"""Arithmetic of sizes; of a trace's each function is one step."""
+
+from xmla.core.values.sizes import step
 
 
 def cdiv(a: int, b: int) -> int:
     """a / b rounded up. Triton's own function is typed for kernels."""
-    return -(-a // b)
+    return step("-(-{} // {})", lambda a, b: -(-a // b), a, b)
 
 
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least n ≥ 1."""
-    return 1 << (n - 1).bit_length()
+    return step("1 << ({} - 1).bit_length()", lambda n: 1 << (n - 1).bit_length(), n)
 
 
 def log2_of(n: int) -> int:
     """The binary logarithm of n, rounded up; 0 of n < 2."""
-    return max(n - 1, 0).bit_length()
+    return larger(n - 1, 0).bit_length()
+
+
+def smaller(a: int, b: int) -> int:
+    """The smaller number, without the answer which one it is, which `min` takes."""
+    return step("min({}, {})", min, a, b)
+
+
+def larger(a: int, b: int) -> int:
+    """The larger number, without the answer which one it is, which `max` takes."""
+    return step("max({}, {})", max, a, b)

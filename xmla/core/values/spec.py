@@ -50,9 +50,11 @@ class Spec:
         the stride of a dense array, so that one kernel serves all.
         """
         axis %= len(self.shape)
+        if self.strides is None:
+            return row_major(self.shape)[axis]
         if self.shape[axis] == 1:
             return self.stride(axis + 1) * self.shape[axis + 1] if axis + 1 < len(self.shape) else 1
-        return (self.strides or row_major(self.shape))[axis]
+        return self.strides[axis]
 
     def has_stride(self, axis: int, stride: int) -> bool:
         """Whether neighbours along `axis`, if there are any, are `stride` elements apart."""

@@ -19,7 +19,7 @@ from xmla.core.call import (
 )
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.plan import Condition, Constants
-from xmla.core.values import LOGITS, Device, cdiv, next_power_of_2
+from xmla.core.values import LOGITS, Device, cdiv, larger, next_power_of_2, smaller
 
 MAX_HEADS = 128
 MAX_ROWS = 128  # rows of one matrix product: heads of the tokens that share a tile of keys
@@ -183,7 +183,7 @@ def group_tokens(problem: Problem, max_rows: int) -> Grouping:
     """Group as many tokens of a request as a product of `max_rows` takes; with request ids each token is a group."""
     next_n = tokens_a_request(problem)
     block_i = head_rows(problem)
-    group = min(next_power_of_2(next_n), max(1, max_rows // block_i))
+    group = smaller(next_power_of_2(next_n), larger(1, max_rows // block_i))
     groups_a_request = cdiv(next_n, group)
     return Grouping(next_n, block_i, group, groups_a_request, problem["T"] // next_n * groups_a_request)
 

@@ -8,8 +8,8 @@ from xmla.core.call import LARGEST_SIZE, Problem
 from xmla.core.formats.mla import VALUE_DIMS
 from xmla.core.ops.attention.sparse_mla.constants import Attention, Combination, Epilogue, Pages
 from xmla.core.ops.attention.sparse_mla.kernels import combine_splits_kernel
-from xmla.core.plan import Kernel, Launch, Plan, arithmetic, most_registers, overlap_limit
-from xmla.core.values import Device, Spec, cdiv, next_power_of_2
+from xmla.core.plan import Kernel, Launch, Plan, most_registers, overlap_limit
+from xmla.core.values import Device, Spec, arithmetic, cdiv, next_power_of_2
 
 INVARIANT_SPLIT_KEYS = 512
 MOST_SPLITS = 4096  # more cost the combination more than they save

@@ -11,7 +11,7 @@ from xmla.core.ops.attention.sparse_mla.gluon_sm90.plan import takes_few_heads
 from xmla.core.ops.attention.sparse_mla.gluon_sm120.plan import IMPLEMENTATION as SM120
 from xmla.core.ops.attention.sparse_mla.kernels import unpack_entries_kernel
 from xmla.core.plan import Condition, Constants, Implementation, Launch, Part, Plan
-from xmla.core.values import Device, Spec, cdiv, next_power_of_2
+from xmla.core.values import Device, Spec, cdiv, larger, next_power_of_2, smaller
 
 # Entries are dequantised first from this many references per entry of the pool on. It would pay from 16 on, 4.9 against
 # 6.4 ms (H200, 2026-11-21); with 32 the rows take at most 36 bytes per reference, as much as queries and outputs of 32
@@ -71,7 +71,7 @@ def unpack(problem: Problem, device: Device) -> Plan:
     size = 1 << (device.smem_bytes.bit_length() - 1)
     ranges = cdiv(entries, size - 32)
     tokens_at_once = SLOTS // min(next_power_of_2(keys), SLOTS_A_TOKEN)
-    parts = max(1, min(device.num_sms // ranges, cdiv(tokens, tokens_at_once)))
+    parts = larger(1, smaller(device.num_sms // ranges, cdiv(tokens, tokens_at_once)))
     words = cdiv(entries, 32)
     mark = Launch(
         mark_entries_kernel,

@@ -10,7 +10,7 @@ from xmla.core.ops.blocks.shared import capacity_of, entries_of
 from xmla.core.ops.indexer.indexer_logits_paged.plan import Config, configure
 from xmla.core.ops.indexer.shared import Keys, Pages, Query, head_rows, keys_are_mxfp4
 from xmla.core.plan import Constants, Implementation, Launch, Plan
-from xmla.core.values import Device, Spec, cdiv
+from xmla.core.values import Device, Spec, cdiv, larger, smaller
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,8 @@ class PagedBlockLogits(Constants):
 
 def splits(rows: int, columns: int, config: Config, device: Device) -> int:
     """Programs a token: as many as fill the machine if the tokens alone do not."""
-    return max(1, min(cdiv(columns, config.block_n), cdiv(device.num_sms * config.programs_a_sm, max(rows, 1))))
+    wanted = cdiv(device.num_sms * config.programs_a_sm, larger(rows, 1))
+    return larger(1, smaller(cdiv(columns, config.block_n), wanted))
 
 
 def part(problem: Problem, device: Device, rows: int, dtype: str = "float32") -> Plan:

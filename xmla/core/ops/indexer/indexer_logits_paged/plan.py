@@ -4,7 +4,7 @@ from xmla.core.call import Problem
 from xmla.core.ops.indexer.indexer_logits_paged.kernels import indexer_logits_paged_kernel
 from xmla.core.ops.indexer.shared import MAX_ROWS, Grouping, Keys, Pages, Query, group_tokens, keys_are_mxfp4
 from xmla.core.plan import Constants, Implementation, Launch, Plan, most_registers
-from xmla.core.values import Device, cdiv
+from xmla.core.values import Device, cdiv, smaller
 
 HOPPER_MAX_ROWS = 256  # four tokens of 64 heads share a tile of keys
 
@@ -69,7 +69,7 @@ def sizes_of(problem: Problem, grouping: Grouping) -> dict[str, int]:
         "num_pages": problem["P"],
         "max_len": columns(problem),
         "table_stride": problem.specs["block_table"].stride(0),
-        "capacity": min(columns(problem), problem["M"] * problem["R"]),
+        "capacity": smaller(columns(problem), problem["M"] * problem["R"]),
         "next_n": grouping.next_n,
         "groups_a_request": grouping.groups_a_request,
     }
@@ -77,7 +77,7 @@ def sizes_of(problem: Problem, grouping: Grouping) -> dict[str, int]:
 
 def count_tiles(problem: Problem, grouping: Grouping, block_n: int) -> int:
     """Tiles of keys of a call whose tokens all have the largest possible length."""
-    return grouping.groups * cdiv(min(columns(problem), problem["M"] * problem["R"]), block_n)
+    return grouping.groups * cdiv(smaller(columns(problem), problem["M"] * problem["R"]), block_n)
 
 
 def plan(problem: Problem, device: Device) -> Plan:
@@ -86,7 +86,7 @@ def plan(problem: Problem, device: Device) -> Plan:
     config = configure(grouping.group * grouping.block_i, mxfp4, device)
     launch = Launch(
         indexer_logits_paged_kernel,
-        grid=(min(count_tiles(problem, grouping, config.block_n), device.num_sms * config.programs_a_sm),),
+        grid=(smaller(count_tiles(problem, grouping, config.block_n), device.num_sms * config.programs_a_sm),),
         outputs=("logits",),
         arrays=arrays_of(problem),
         sizes=sizes_of(problem, grouping),

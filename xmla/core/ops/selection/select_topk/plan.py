@@ -11,7 +11,7 @@ from xmla.core.ops.selection.select_topk.kernels import (
 )
 from xmla.core.ops.selection.select_topk.tile import COLUMNS_A_WARP
 from xmla.core.plan import Condition, Constants, Implementation, Launch, Plan, most_registers, overlap_limit
-from xmla.core.values import Device, Spec, next_power_of_2
+from xmla.core.values import Device, Spec, arithmetic, next_power_of_2
 
 MAX_CAPACITY = 16384  # candidates of one row, in registers
 MAX_SEGMENTS = 16  # of a row: a candidate's place is found from the counts of all of them
@@ -113,6 +113,7 @@ def configure(rows: int, columns: int, k: int, device: Device) -> Config:
     return Config(segments, capacity, rank, lanes, step, WARPS)
 
 
+@arithmetic
 def segments_of(rows: int, columns: int, most: int, device: Device) -> int:
     """Segments of a row: as many as give two programs per SM and leave each a tile; at most `most`."""
     most = min(most, 2 * device.num_sms // max(rows, 1))
@@ -266,6 +267,7 @@ IMPLEMENTATIONS = (
 )
 
 
+@arithmetic
 def choosing_warps(candidates: int, rows: int, device: Device) -> int:
     """Warps of a program that holds the candidates of a row in registers: more if few rows can hide latency."""
     elements = 512 if rows <= device.num_sms else 1024  # a warp

@@ -7,7 +7,7 @@ from xmla.core.ops.indexer.indexer_logits_paged.gluon_sm100.kernel import MAX_RO
 from xmla.core.ops.indexer.indexer_logits_paged.plan import arrays_of, count_tiles, sizes_of
 from xmla.core.ops.indexer.shared import SM90_CONDITIONS, Pages, Query, group_tokens
 from xmla.core.plan import Condition, Constants, Implementation, Launch, Plan
-from xmla.core.values import Device
+from xmla.core.values import Device, smaller
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ def plan(problem: Problem, device: Device) -> Plan:
     grouping = group_tokens(problem, MAX_ROWS.value)
     launch = Launch(
         indexer_logits_paged_sm100_kernel,
-        grid=(min(count_tiles(problem, grouping, KEYS.value), device.num_sms),),
+        grid=(smaller(count_tiles(problem, grouping, KEYS.value), device.num_sms),),
         outputs=("logits",),
         arrays=arrays_of(problem),
         sizes=sizes_of(problem, grouping),

@@ -7,7 +7,7 @@ from xmla.core.ops.indexer.indexer_logits_paged.gluon_sm90.kernel import HALF, i
 from xmla.core.ops.indexer.indexer_logits_paged.plan import arrays_of, count_tiles, sizes_of
 from xmla.core.ops.indexer.shared import SM90_CONDITIONS, Pages, Query, group_tokens
 from xmla.core.plan import Condition, Constants, Implementation, Launch, Plan, overlap_limit
-from xmla.core.values import Device
+from xmla.core.values import Device, smaller
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ def plan(problem: Problem, device: Device) -> Plan:
     programs_a_sm = 4 if few else PROGRAMS_A_SM
     launch = Launch(
         indexer_logits_paged_sm90_kernel,
-        grid=(min(count_tiles(problem, grouping, KEYS.value), device.num_sms * programs_a_sm),),
+        grid=(smaller(count_tiles(problem, grouping, KEYS.value), device.num_sms * programs_a_sm),),
         outputs=("logits",),
         arrays=arrays_of(problem),
         sizes=sizes_of(problem, grouping),

@@ -61,18 +61,21 @@ class Size:
         return self.trace.compute("{}.bit_length()", int.bit_length, self)
 
 
+OPERANDS = Size, int, float
+
+
 def _define(name: str, sign: str) -> None:
     """An operator of sizes."""
     form, function = f"{{}} {sign} {{}}", getattr(operator, name)
 
     def forward(self: Size, other: Any) -> Any:
-        return self.trace.compute(form, function, self, other) if isinstance(other, Size | Number) else NotImplemented
+        return self.trace.compute(form, function, self, other) if isinstance(other, OPERANDS) else NotImplemented
 
     def backward(self: Size, other: Any) -> Any:
-        return self.trace.compute(form, function, other, self) if isinstance(other, Number) else NotImplemented
+        return self.trace.compute(form, function, other, self) if isinstance(other, OPERANDS) else NotImplemented
 
     def compare(self: Size, other: Any) -> Any:
-        return self.trace.answer(form, function, self, other) if isinstance(other, Size | Number) else NotImplemented
+        return self.trace.answer(form, function, self, other) if isinstance(other, OPERANDS) else NotImplemented
 
     if sign in ("==", "!=", "<", "<=", ">", ">="):
         setattr(Size, f"__{name}__", compare)
@@ -114,31 +117,30 @@ class Trace:
 
     def compute(self, form: str, function: Callable[..., Any], *operands: Any) -> Any:
         """The number that `function` gives for the operands, as a size if one of them is."""
-        values, operands, key = self._read(form, operands)
-        if not any(isinstance(operand, Size) for operand in operands):
+        values, free, key = _read(form, operands)
+        if key is None:
             return function(*values)
-        for neutral, other in zip(operands, reversed(operands), strict=True):
-            if type(neutral) is int and NEUTRAL.get(form) == neutral:
-                return other
-        if key not in self._known:
-            size = Size(self, f"n{len(self._steps)}", function(*values), form, operands)
+        if form in NEUTRAL:
+            for neutral, other in (free, free[::-1]):
+                if type(neutral) is int and neutral == NEUTRAL[form]:
+                    return other
+        size = self._known.get(key)
+        if size is None:
+            size = self._known[key] = Size(self, f"n{len(self._steps)}", function(*values), form, tuple(free))
             self._add(size)
-            self._known[key] = size
-        size = self._known[key]
         return size.value if size.fixed else size
 
     def answer(self, form: str, function: Callable[..., Any], *operands: Any) -> Any:
         """What `function` gives for the operands, which is an answer if one of them is a size."""
-        values, operands, key = self._read(form, operands)
-        same = len(operands) == 2 and operands[0] is operands[1]
-        if same or not any(isinstance(operand, Size) for operand in operands):
+        values, free, key = _read(form, operands)
+        if key is None or (len(free) == 2 and free[0] is free[1]):
             return function(*values)
         if key not in self._known:
             self._known[key] = value = function(*values)
-            if value is True and form == EQUAL and not isinstance(operands[1], Size):
-                self.fix(operands[0])
+            if value is True and form == EQUAL and not isinstance(free[1], Size):
+                self.fix(free[0])
             else:
-                self._add(Answer(form, operands, value))
+                self._add(Answer(form, tuple(free), value))
         return self._known[key]
 
     def fix(self, size: Size) -> Any:
@@ -159,12 +161,6 @@ class Trace:
         if self._lines is not None:
             raise RuntimeError(f"the trace has ended: {step.form} is asked of {step.operands}")
         self._steps.append(step)
-
-    def _read(self, form: str, operands: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...], Any]:
-        """Values of operands, the operands with values for sizes that are fixed, and a key of what they compute."""
-        values = tuple(operand.value if isinstance(operand, Size) else operand for operand in operands)
-        operands = tuple(o.value if isinstance(o, Size) and o.fixed else o for o in operands)
-        return values, operands, (form, *((id(o),) if isinstance(o, Size) else (type(o), o) for o in operands))
 
     def function(self, result: Any) -> Callable[..., Any]:
         """The function of other sizes, in the order of `inputs`: `result` of them, or None if an answer differs.
@@ -213,6 +209,32 @@ class Trace:
         self._lines = tuple(lines)
 
 
+def _read(form: str, operands: tuple[Any, ...]) -> tuple[list[Any], list[Any], tuple[Any, ...] | None]:
+    """Values of operands, the operands with values for sizes that are fixed, and a key of what they compute.
+
+    None for the key, if no operand is a size.
+    """
+    values: list[Any] = []
+    free: list[Any] = []
+    key: list[Any] = [form]
+    of_sizes = False
+    for operand in operands:
+        if type(operand) is Size:
+            value = operand.value
+            if not operand.fixed:
+                of_sizes = True
+                values.append(value)
+                free.append(operand)
+                key.append(operand.name)
+                continue
+        else:
+            value = operand
+        values.append(value)
+        free.append(value)
+        key.append(value if type(value) is int else (type(value), value))  # True is not 1, nor is 1.0
+    return values, free, tuple(key) if of_sizes else None
+
+
 def _text(value: Any, scope: dict[str, Any]) -> str:
     """A value in the text of a function; what has no text is a name in its scope."""
     if isinstance(value, Size):
@@ -239,6 +261,14 @@ def arithmetic[**P, R](function: Callable[P, R]) -> Callable[P, R]:
         return function(*operands, **named)
 
     return of_sizes
+
+
+def step(form: str, function: Callable[..., Any], *operands: Any) -> Any:
+    """What `function` gives for the operands; of sizes it is one step of their trace, whose text is `form`."""
+    for operand in operands:
+        if type(operand) is Size:
+            return operand.trace.compute(form, function, *operands)
+    return function(*operands)
 
 
 def sizes_in(value: Any) -> Iterator[Size]:
