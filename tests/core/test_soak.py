@@ -1,12 +1,20 @@
 """No step of a server within a configuration launches a kernel that warm-up does not list: plans alone, of any GPU."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from conftest import EVERYTHING
 
 from tools import soak
+from xmla import ModelConfigV4
+from xmla.core.compile import Specialization
+from xmla.core.models import base
+from xmla.core.models.base import Call, Model, specializations
 from xmla.core.models.checkpoint import model_config
 from xmla.core.models.published import PUBLISHED
-from xmla.core.values import B200, H200, RTX_PRO_6000, Device
+from xmla.core.op import trace_call
+from xmla.core.values import B200, H200, KNOWN_DEVICES, RTX_PRO_6000, Device, Spec
 
 STEPS = 5000 if EVERYTHING else 800
 MOST = 300  # kernels of a list, each of which is compiled for seconds
@@ -28,3 +36,43 @@ def test_steps_launch_no_other_kernel(name: str, number: int, device: Device, fr
 def test_every_released_model_is_planned_at_random() -> None:
     """A class that `MODELS` lacks could miss kernels in its warm-up without a test that tells."""
     assert {type(model_config(name)) for name in PUBLISHED} == set(soak.MODELS.values())
+
+
+def every_kernel(config: Model, device: Device) -> list[Specialization]:
+    """The kernels of every call of the list, each of which is planned."""
+    kernels: dict[Specialization, None] = {}
+    calls = (call for make, sizes in config.listed_steps(device) for call in make(*sizes))
+    for call in {(c.op, *c.specs.items(), *c.attrs.items(), c.unaligned): c for c in calls}.values():
+        kernels |= dict.fromkeys(call.specializations(device))
+    return list(kernels)
+
+
+@pytest.mark.parametrize("name", soak.MODELS)
+def test_a_list_of_few_plans_has_the_kernels_of_every_call(name: str) -> None:
+    sizes: dict[str, Any] = {"mixed": True}
+    if not EVERYTHING:
+        sizes |= {"next_n": (1, 3), "batches": (8,), "max_lens": (1 << 15,), "prefill_tokens": (200,)}
+    config = soak.MODELS[name](**sizes)
+    for device in KNOWN_DEVICES if EVERYTHING else (H200,):
+        assert config.specializations(device) == every_kernel(config, device)
+
+
+def test_calls_of_another_kind_are_planned() -> None:
+    """A kind is all but sizes: where arrays begin, their dtypes, and attributes that are no integers."""
+    indices, table = Spec((8, 3), "int32"), Spec((8, 5), "int32")
+    attrs = {"page_size": 64}
+    calls = [
+        Call("map_slots", {"indices": replace(indices, alignment=alignment), "block_table": table}, attrs | more)
+        for more in ({}, {"compact": True})
+        for alignment in (16, 4)
+    ]
+    calls += [call.with_unaligned() for call in calls[:1]]
+    kernels = [kernel for call in calls for kernel in call.specializations(H200)]
+    assert specializations(calls, H200) == list(dict.fromkeys(kernels)) and len(set(kernels)) == 4
+
+
+def test_a_list_plans_calls_of_one_kind_alone_that_give_other_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[str] = []
+    monkeypatch.setattr(base, "trace_call", lambda op, *given: [traced.append(op.name), trace_call(op, *given)][1])
+    ModelConfigV4().specializations(H200)
+    assert len(traced) < 300  # of 75 thousand calls, which take minutes to plan where this takes a second

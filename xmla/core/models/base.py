@@ -1,8 +1,10 @@
 """The calls that serving a model makes, as specs: what `warmup` compiles and `xmla plan` prints."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from itertools import product
 from math import gcd
 from typing import Any
 
@@ -10,10 +12,10 @@ from xmla.core.compile import Specialization, begins_anywhere, specialize
 from xmla.core.errors import ArgumentError
 from xmla.core.formats.mla import MLA_LAYOUTS, PLAIN_V4, MlaLayout
 from xmla.core.models.steps import full_waves, powers_of_2, token_counts
-from xmla.core.op import plan_call
-from xmla.core.plan import Plan, estimate
+from xmla.core.op import Op, Sizes, kind_of, plan_call, sizes_of, trace_call
+from xmla.core.plan import Launch, Plan, estimate
 from xmla.core.registry import registry
-from xmla.core.values import Attr, Device, Spec, cdiv
+from xmla.core.values import Attr, Attributes, Device, Spec, Trace, cdiv
 
 POOLS = (2, 1 << 20)  # pages: plans may depend on whether a pool is small or large compared with its references
 LONG = 1 << 15  # tokens of a context from which on fewer tokens fit a workspace at once than a GPU has programs for
@@ -34,23 +36,30 @@ class Call:
     alternative: bool = False
     unaligned: bool = False
 
-    def plan(self, device: Device, implementation: str | None = None) -> Plan:
+    @property
+    def bound(self) -> tuple[Op, tuple[Spec | None, ...], Attributes]:
+        """The op, its arguments in order and its attributes."""
         op = registry()[self.op]
-        specs = tuple(self.specs.get(name) for name in op.tensors)
-        return plan_call(op, specs, op.attributes(**self.attrs), device, implementation)[0]
+        return op, tuple(self.specs.get(name) for name in op.tensors), op.attributes(**self.attrs)
+
+    def plan(self, device: Device, implementation: str | None = None) -> Plan:
+        return plan_call(*self.bound, device, implementation)[0]
 
     def specializations(self, device: Device) -> list[Specialization]:
         """The kernels that the call launches on `device`."""
         plan = self.plan(device)
-        places = [self.specs, self.unaligned_specs()] if self.unaligned else [self.specs]
-        return [specialize(launch, plan, specs) for specs in places for launch in plan.active]
+        return self.specialized(plan, plan.active, self.specs)
 
-    def unaligned_specs(self) -> dict[str, Spec]:
-        """The arguments, of which those that may begin anywhere do not begin on 16 bytes; the plan is the same."""
-        return {
-            name: replace(spec, alignment=spec.itemsize) if begins_anywhere(name, spec) else spec
-            for name, spec in self.specs.items()
-        }
+    def specialized(self, plan: Plan, launches: Iterable[Launch], specs: Mapping[str, Spec]) -> list[Specialization]:
+        """The kernels of these launches of the call's plan. `specs` are its arguments, perhaps with a trace's sizes.
+
+        Where arguments begin does not change the plan.
+        """
+        places = [specs]
+        if self.unaligned:
+            anywhere = [name for name, spec in specs.items() if begins_anywhere(name, spec)]
+            places.append({**specs, **{n: replace(specs[n], alignment=specs[n].itemsize) for n in anywhere}})
+        return [specialize(launch, plan, each) for each in places for launch in launches]
 
     def with_pages(self, pages: int) -> "Call":
         """The call with pools of `pages` pages."""
@@ -70,12 +79,82 @@ class Call:
         return estimate(op.work(problem, keys), self.plan(device), device)
 
 
+# What makes the calls of a step of some sizes.
+Make = Callable[..., Iterable[Call]]
+
+
 def specializations(calls: Iterable[Call], device: Device) -> list[Specialization]:
     """The kernels that these calls launch on `device`, each once, in order of first use."""
-    kernels: dict[Specialization, None] = {}
-    for call in {(c.op, *c.specs.items(), *c.attrs.items(), c.unaligned): c for c in calls}.values():
-        kernels |= dict.fromkeys(call.specializations(device))
-    return list(kernels)
+    kernels = KernelList(device)
+    for call in calls:
+        kernels.add(call)
+    return list(kernels.listed)
+
+
+@dataclass(slots=True, eq=False)
+class Kind:
+    """Calls that differ in sizes alone: those that were looked at, and what tells that one has another's kernels."""
+
+    seen: set[Sizes] = field(default_factory=set)
+    families: list[Callable[..., Any]] = field(default_factory=list)
+
+    def is_new(self, sizes: Sizes) -> bool:
+        """Whether no call with the same kernels was there before."""
+        if sizes in self.seen:
+            return False
+        self.seen.add(sizes)
+        for place, family in enumerate(self.families):
+            if family(*sizes) is not None:
+                self.families.insert(0, self.families.pop(place))
+                return False
+        return True
+
+
+class KernelList:
+    """The kernels of calls on a device, each once, in order of first use.
+
+    Of calls that differ in sizes alone, and give the answers on which the plan of the first of them depends, one is
+    planned. Likewise a step's calls are made once: for other sizes theirs are arithmetic (core/op/template.py).
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.listed: dict[Specialization, None] = {}
+        self._kinds: defaultdict[Any, Kind] = defaultdict(Kind)
+        self._steps: defaultdict[Make, list[Callable[..., Any]]] = defaultdict(list)
+
+    def add(self, call: Call) -> None:
+        kind, sizes = self._kind(call)
+        if kind.is_new(sizes):
+            self._plan(call, kind)
+
+    def add_step(self, make: Make, *sizes: int) -> None:
+        """Add the calls that `make` makes of these sizes, as it makes those of others with equal answers."""
+        known = (calls for step in self._steps[make] if (calls := step(*sizes)) is not None)
+        calls = next(known, None) or self._trace_step(make, sizes)(*sizes)
+        for place, (kind, of_call) in enumerate(calls):
+            if kind.is_new(of_call):
+                self._plan([*make(*sizes)][place], kind)
+
+    def _trace_step(self, make: Make, sizes: tuple[int, ...]) -> Callable[..., Any]:
+        """What gives the kinds and sizes of a step's calls, of its own sizes; None for a step of other calls."""
+        trace = Trace()
+        self._steps[make].append(trace.function([self._kind(call) for call in make(*map(trace.input, sizes))]))
+        return self._steps[make][-1]
+
+    def _kind(self, call: Call) -> tuple[Kind, Sizes]:
+        op, specs, attrs = call.bound
+        return self._kinds[call.unaligned, *kind_of(op, specs, attrs)], sizes_of(specs, attrs)
+
+    def _plan(self, call: Call, kind: Kind) -> None:
+        """Plan a call, with its sizes as symbols, and list its kernels."""
+        op, specs, attrs = call.bound
+        template = trace_call(op, specs, attrs, self.device, None)
+        present = {name: spec for name, spec in zip(op.tensors, template.specs, strict=True) if spec is not None}
+        # The launches of a call's parts differ in sizes alone, and share the objects of all else.
+        unlike = {(launch.kernel, id(launch.constexprs), *launch.arrays.items()): launch for launch in template.active}
+        self.listed |= dict.fromkeys(call.specialized(template.plan, unlike.values(), present))
+        kind.families.insert(0, template.trace.function(()))
 
 
 def split(requests: int, next_n: int) -> Call:
@@ -128,13 +207,13 @@ class Model(ABC):
     def __post_init__(self) -> None:
         """Raise ArgumentError for a field of another type than declared, or a number that counts nothing."""
         model = type(self).__name__
-        for field in fields(self):
-            declared = Attr.of(field.name, field.type, field.default)
-            value = declared.plain(model, getattr(self, field.name))
-            object.__setattr__(self, field.name, value)
+        for each in fields(self):
+            declared = Attr.of(each.name, each.type, each.default)
+            value = declared.plain(model, getattr(self, each.name))
+            object.__setattr__(self, each.name, value)
             for number in value if declared.many else (value,):
                 if declared.type is int and number is not None and number < 1:
-                    raise ArgumentError(f"{model}: {field.name} value is {number}, expected at least 1")
+                    raise ArgumentError(f"{model}: {each.name} value is {number}, expected at least 1")
         for name in ("max_lens", "next_n"):
             if not getattr(self, name):
                 raise ArgumentError(f"{model}: {name} is empty, expected at least one number")
@@ -192,29 +271,48 @@ class Model(ABC):
         attention's by each number of few tokens. In a step with decodes a prefill's arrays of tokens begin where the
         decodes' end, on no multiple of 16 bytes, for which kernels are compiled anew.
         """
-        return specializations(self.calls(device), device)
+        kernels = KernelList(device)
+        for make, sizes in self.listed_steps(device):
+            kernels.add_step(make, *sizes)
+        return list(kernels.listed)
 
-    def calls(self, device: Device) -> Iterator[Call]:
-        """Calls that launch every kernel of steps within these sizes."""
+    def listed_steps(self, device: Device) -> Iterator[tuple[Make, tuple[int, ...]]]:
+        """What makes calls, and sizes of them, so that these launch every kernel of steps within this model's sizes."""
         requests, most = max(self.batches, default=0), max(self.next_n)
         prefill = max(self.prefill_tokens, default=0)
+
+        def mixed(tokens: int, max_len: int) -> Iterable[Call]:
+            return self.paged(tokens, 1, max_len, mixed=True)
+
+        def prefills(tokens: int, max_len: int) -> Iterable[Call]:
+            return (call.with_unaligned() for call in self.prefills(tokens, max_len))
+
+        def attention(tokens: int, pages: int) -> Iterable[Call]:
+            return (call.with_pages(pages) for call in self.attention(tokens))
+
+        def attention_of_prefills(tokens: int, pages: int) -> Iterable[Call]:
+            return (call.with_unaligned() for call in attention(tokens, pages))
+
+        def places(page: int) -> Iterable[Call]:
+            return (call.with_unaligned() for call in place(page))
+
+        decode = self.decode  # one object, by which its steps are known
         for max_len in self.contexts():
             for next_n in self.next_n:
                 for tokens in full_waves(device, requests * next_n):
                     for count in {max(tokens // next_n, 1), cdiv(tokens, next_n)}:
-                        yield from self.decode(count, next_n, max_len)
+                        yield decode, (count, next_n, max_len)
             for tokens in full_waves(device, requests * most if self.mixed else 0):
-                yield from self.paged(tokens, 1, max_len, mixed=True)
+                yield mixed, (tokens, max_len)
             for tokens in full_waves(device, prefill):
-                yield from (call.with_unaligned() for call in self.prefills(tokens, max_len))
+                yield prefills, (tokens, max_len)
         if self.mixed and requests:
-            yield split(requests, most)
-        for tokens in token_counts(device, requests * most):
-            yield from (call.with_pages(pages) for call in self.attention(tokens) for pages in POOLS)
-        for tokens in token_counts(device, prefill):
-            yield from (call.with_pages(pages).with_unaligned() for call in self.attention(tokens) for pages in POOLS)
+            yield lambda: (split(requests, most),), ()
+        for make, longest in ((attention, requests * most), (attention_of_prefills, prefill)):
+            for tokens, pages in product(token_counts(device, longest), POOLS):
+                yield make, (tokens, pages)
         for page in {spec.shape[1]: None for spec in self.caches().values()}:
-            yield from (call.with_unaligned() for call in place(page))
+            yield places, (page,)
 
     def contexts(self) -> list[int]:
         """Lengths of contexts, in tokens, whose tables have the widths at which plans differ: powers of two, the most.

@@ -5,7 +5,7 @@ from xmla.core.op.derivative import check_derivative, derivative_call, refuse_de
 from xmla.core.op.functions import op_function
 from xmla.core.op.memo import make_plan, plan_call
 from xmla.core.op.op import Case, Op, Updated
-from xmla.core.op.template import Sizes, Template, trace_call
+from xmla.core.op.template import Sizes, Template, kind_of, sizes_of, trace_call
 
 __all__ = [
     "Case",
@@ -16,10 +16,12 @@ __all__ = [
     "Updated",
     "check_derivative",
     "derivative_call",
+    "kind_of",
     "make_plan",
     "op_function",
     "plan_call",
     "refuse_derivative",
     "same_names",
+    "sizes_of",
     "trace_call",
 ]

@@ -7,7 +7,7 @@ from typing import Any
 from xmla.core.op.memo import make_plan
 from xmla.core.op.op import Op
 from xmla.core.plan import Launch, Plan
-from xmla.core.values import Attributes, Device, Spec, Trace, sizes_in, with_numbers
+from xmla.core.values import Attributes, Device, Size, Spec, Trace, sizes_in, with_numbers
 
 Specs = tuple[Spec | None, ...]
 Sizes = tuple[int, ...]
@@ -47,7 +47,13 @@ class Template:
 def sizes_of(specs: Specs, attrs: Attributes) -> Sizes:
     """The sizes of a call in a template's order: shapes and strides of arrays, then attributes that are integers."""
     arrays = [size for spec in specs if spec is not None for size in (*spec.shape, *(spec.strides or ()))]
-    return *arrays, *(value for value in attrs if type(value) is int)
+    return *arrays, *(value for value in attrs if type(value) in (int, Size))
+
+
+def kind_of(op: Op, specs: Specs, attrs: Attributes) -> tuple[Any, ...]:
+    """What a call depends on besides its sizes."""
+    arrays = (spec and (spec.dtype, len(spec.shape), spec.strides is None, spec.alignment) for spec in specs)
+    return op.name, *arrays, *(int if type(value) in (int, Size) else value for value in attrs)
 
 
 def trace_call(op: Op, specs: Specs, attrs: Attributes, device: Device, implementation: str | None) -> Template:
@@ -61,12 +67,17 @@ def trace_call(op: Op, specs: Specs, attrs: Attributes, device: Device, implemen
     specs = tuple(spec and traced(spec) for spec in specs)
     attrs = op.Values(*(trace.input(value) if type(value) is int else value for value in attrs))
     plan, results = make_plan(op, specs, attrs, device, implementation)
-    launches = tuple(_with_constants(launch, trace) for launch in plan.launches)
+    constants: dict[int, Any] = {}  # parts of a call that are alike have the same objects
+    launches = tuple(_with_constants(launch, trace, constants) for launch in plan.launches)
     plan = replace(plan, launches=launches, choices=())
     return Template(trace, specs, results, plan, plan.active, plan.workspace, plan.workspace_bytes)
 
 
-def _with_constants(launch: Launch, trace: Trace) -> Launch:
+def _with_constants(launch: Launch, trace: Trace, constants: dict[int, Any]) -> Launch:
     """The launch with values for all that its kernel is compiled for."""
-    names = "constexprs", "num_warps", "num_stages", "max_registers"
-    return replace(launch, **{name: with_numbers(getattr(launch, name), trace.fix) for name in names})
+    constexprs = constants.get(id(launch.constexprs))
+    if constexprs is None:
+        constexprs = constants[id(launch.constexprs)] = with_numbers(launch.constexprs, trace.fix)
+    names = "num_warps", "num_stages", "max_registers"
+    options = {name: with_numbers(getattr(launch, name), trace.fix) for name in names}
+    return replace(launch, constexprs=constexprs, **options)

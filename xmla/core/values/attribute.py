@@ -7,6 +7,7 @@ from typing import Any, Union, get_args, get_origin
 import numpy as np
 
 from xmla.core.errors import ArgumentError
+from xmla.core.values.sizes import Size
 
 # A call's attributes, as `Op.attributes` makes them: a named tuple, whose class differs from op to op.
 Attributes = Any
@@ -54,7 +55,8 @@ class Attr:
 
     def _one(self, owner: str, value: Any) -> Any:
         type_name = type(value).__name__
-        if type_name == "SymInt" and self.type is int:  # torch.compile's, of a framework that is not imported here
+        # A trace's, or torch.compile's, of a framework that is not imported here.
+        if self.type is int and (type(value) is Size or type_name == "SymInt"):
             return value
         if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
             value = value.item()
