@@ -19,14 +19,16 @@ What JAX and XLA do to a call, and the forms (tests/jax_programs/forms.py) or ot
 - donation: every form that updates runs with it and without, and those that may not copy are `in_place`;
 - Refs: by_refs, refs_of_parts, one_ref_in_a_loop; loops and branches: scanned, cache_in_a_carry, in_branches;
 - vmap: batched, batched_parts; gradients, rematerialisation: gradient_of_slices, gradient_of_checkpoints;
-- several devices: scanned over tokens, which XLA partitions, and over_devices, by shard_map;
+- several devices: slices, scanned and written_back over tokens, which XLA partitions, and over layers, by shard_map
+  (over_devices in tests/shared/stacked.py);
 - exports, whose kernels are custom calls of jaxlib: exported; their kernels: tests/test_lowering.py;
 - callbacks: beside_a_callback; models as Flax builds them: tests/jax_programs/flax_layers.py; a training whose second
   run has the first's bits: tests/jax_programs/training.py;
 - command buffers, which record the addresses that the assignment has: tests/gpu, tests/test_jax_stacks.py on a GPU;
 - addresses that are none of these: launcher.cc refuses them when it runs (tests/test_launcher.py).
 
-Values are compared in tests/test_jax_stacks.py, on a GPU with the launcher itself.
+Values are compared in tests/test_jax_stacks.py, and over two devices by tests/parallel/jax_stacks.py, on GPUs with the
+launcher itself.
 """
 
 import json

@@ -219,6 +219,20 @@ def test_jit_of_gradients_and_vmap() -> None:
             assert all(spec[1] == "x" for spec in call["specs"]), (op.name, call)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["layers", "auto", "explicit"])
+def test_jax_stacks(way: str) -> None:
+    """Parts of stacks have the bits of arrays of their own on one device; GPUs launch what their calls launch."""
+    if HAS_GPU and visible_gpus() < 2:
+        pytest.skip("needs 2 GPUs")
+    command = [sys.executable, str(FOLDER / "jax_stacks.py"), way]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = {line["op"]: line["launches"] for line in map(json.loads, done.stdout.splitlines())}
+    assert {op.name for op in registry().values() if op.mutates} <= found.keys()
+    assert all("looped, donated" in found[name] for name in found if registry()[name].mutates)
+
+
 @pytest.mark.usefixtures("device", "one_rank")
 @pytest.mark.parametrize(("index_format", "at_once"), [("fp8", None), ("mxfp4", None), ("fp8", 5)])
 def test_the_model_lists_the_calls_of_a_step(

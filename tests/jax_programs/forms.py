@@ -8,9 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import stacked
-from jax.sharding import PartitionSpec as P
 from op_call import OpCall
-from pipeline import MESH
 from stacked import LAYERS, Arrays, Call, part
 
 from xmla.jax_api._launcher import TARGET
@@ -183,12 +181,6 @@ def exported(call: OpCall, read: Arrays, updated: Arrays) -> Any:
     return export(*shapes).call(read, updated)
 
 
-def over_devices(call: Call, read: Arrays, updated: Arrays) -> Any:
-    """Each device has layers of its own."""
-    function = partial(stacked.scanned, call)
-    return jax.shard_map(function, mesh=MESH, in_specs=P("x"), out_specs=P("x"))(read, updated)
-
-
 Arguments = Callable[[OpCall], tuple[Arrays, Any]]
 
 
@@ -276,6 +268,11 @@ FORMS = (
     Form(beside_a_callback, updates, calls=2 * LAYERS),
     Form(gradient_of_slices, lambda call: call.differentiated, calls=None),
     Form(gradient_of_checkpoints, lambda call: call.differentiated, calls=None),
-    Form(over_devices, updates, two_devices, spread="layers"),
+    Form(stacked.slices, spread="tokens"),
+    Form(stacked.written_back, updates, spread="tokens"),
+    Form(stacked.scanned, updates, two_devices, spread="layers"),
+    Form(stacked.slices, updates, two_devices, spread="layers"),
+    Form(stacked.written_back, updates, two_devices, spread="layers"),
+    Form(stacked.looped, updates, two_devices, spread="layers"),
     Form(exported, updates),
 )

@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from jax_triton import triton_lib
 from op_call import OpCall, op_calls
+from stacked import over_devices
 
 from xmla.core.registry import registry
 from xmla.core.values import H200, assume_device
@@ -76,6 +77,8 @@ def capacity(call: OpCall, updated: Any) -> int:
 
 def faults(form: Form, call: OpCall, donated: bool) -> Iterator[str]:
     function, arguments = partial(form.function, call), placed(form, call, form.arguments(call))
+    if form.spread == "layers":
+        function = over_devices(function, pipeline.MESH)
     program = pipeline.program(function, arguments, donated=donated)
     # A kernel takes an array twice that stands in for one which the call has not, and jaxlib's call returns both.
     yield from program.faults(apart=form.function is not exported)
@@ -107,7 +110,8 @@ def programs_of(name: str) -> Iterator[tuple[str, str, Iterator[str]]]:
         call = next(filter(form.takes, calls), None)
         if call is not None:
             for donated in (False, True) if call.op.mutates else (False,):
-                details = f"{call.case.name}{', donated' if donated else ''}"
+                over = f"{form.spread} over devices, " if form.spread else ""
+                details = f"{over}{call.case.name}{', donated' if donated else ''}"
                 yield form.function.__name__, details, faults(form, call, donated)
 
 

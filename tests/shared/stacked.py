@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
 
 from xmla.core.op import Op
 from xmla.jax_api._all_ops import JAX_OPS
@@ -69,6 +70,7 @@ def scanned_and_used(call: Call, read: Arrays, updated: Arrays) -> Any:
 def looped(call: Call, read: Arrays, updated: Arrays) -> Any:
     """A loop over layers by a dynamic index, which writes each part back."""
     shapes = jax.eval_shape(call, part(read, 0), part(updated, 0))[0]
+    empty = [jnp.stack([jnp.zeros_like(shape)] * LAYERS) for shape in shapes]  # over a mesh as the results are
 
     def body(layer: Any, carry: Any) -> Any:
         stacks, updated = carry
@@ -76,7 +78,7 @@ def looped(call: Call, read: Arrays, updated: Arrays) -> Any:
         stacks = [stack.at[layer].set(result) for stack, result in zip(stacks, results, strict=True)]
         return stacks, {name: updated[name].at[layer].set(value) for name, value in new.items()}
 
-    return jax.lax.fori_loop(0, LAYERS, body, ([jnp.zeros((LAYERS, *s.shape), s.dtype) for s in shapes], updated))
+    return jax.lax.fori_loop(0, LAYERS, body, (empty, updated))
 
 
 def prefixes(call: Call, read: Arrays, updated: Arrays) -> Any:
@@ -95,6 +97,16 @@ def by_refs(call: Call, read: Arrays, updated: Arrays) -> Any:
         for name, value in new.items():
             refs[name][layer] = value
     return [(result, part(refs, layer)) for layer, result in enumerate(results)]
+
+
+def over_devices(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+    """A form on each device's own layers; what it returns layer by layer gets an axis of devices."""
+
+    def of_a_device(read: Arrays, updated: Arrays) -> Any:
+        found = function(read, updated)
+        return jax.tree.map(lambda leaf: leaf[None], found) if isinstance(found, list) else found
+
+    return jax.shard_map(of_a_device, mesh=mesh, in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x"))
 
 
 def beside_the_old(call: Call, read: Arrays, updated: Arrays) -> Any:
