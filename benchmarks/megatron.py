@@ -193,6 +193,7 @@ def measure(sizes: Sizes, backend: str, sparse_loss: bool, keep: bool) -> tuple[
     """Time and memory of a random step; its results too if they are to be kept, in the host's memory."""
     try:
         step = Step.random(sizes, backend, sparse_loss)
+        torch.cuda.empty_cache()  # of all ranks' tokens, each of which took its own
         results = step.run()
         kept = {name: tensor.cpu() for name, tensor in results.items()} if keep else {}
         del results
