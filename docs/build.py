@@ -199,7 +199,8 @@ def fields_of(layout: MlaLayout | IndexerLayout) -> tuple[list[tuple[str, int]],
         return [(f"{layout.latent} latent dims", layout.latent), (f"{layout.rope} roped", layout.rope)], []
     entry = entry_of(layout)
     if isinstance(layout, IndexerLayout):
-        scale = "float32 scale" if layout.format == "fp8" else f"{layout.dim // 32} UE8M0 scales"
+        scales = {"fp8": "float32 scale", "mxfp4": f"{layout.dim // 32} UE8M0 scales", "fp8_ue8m0": "UE8M0 × 4"}
+        scale = scales[layout.format]
         labels = {"dims": f"{layout.dim} {entry.values}", "scales": scale}
     else:
         scale = f"{layout.scales} {layout.scale.upper().replace('FLOAT', 'float').replace('E4M3', 'e4m3')} scales"

@@ -10,13 +10,15 @@ from conftest import HAS_GPU
 from hypothesis import given, settings
 
 from xmla import ArgumentError, torch_api
-from xmla.core.formats.indexer import INDEXER_DIMS, INDEXER_FORMATS, IndexerLayout
+from xmla.core.formats.indexer import INDEXER_DIMS, INDEXER_LAYOUTS, IndexerLayout, of_ue8m0_words
+from xmla.core.op import Case, Op
 from xmla.core.ops.cases import block_tables, empty_pages, slots_of
 from xmla.core.registry import registry
 from xmla.core.values import LOGITS
+from xmla.torch_api._all_ops import TORCH_OPS
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
-LAYOUTS = [IndexerLayout(dim, form) for form in INDEXER_FORMATS for dim in INDEXER_DIMS]
+OF_128 = [layout for layout in INDEXER_LAYOUTS if layout.dim == 128]  # one of every format
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
@@ -34,7 +36,8 @@ class Pool:
         self.keys = (keys * np.exp2(self.rng.integers(-6, 6, (len(keys), 1)))).astype(BF16)
         self.array = empty_pages(pages, entries, layout.row, np.dtype(np.uint8), 4 * padding)
         self.cache = kit.to_torch(self.array, DEVICE)
-        torch_api.write_indexer_cache(self.tensor(self.keys), self.tensor(self.slots), self.cache)
+        self.form = {"cache_format": layout.format}
+        torch_api.write_indexer_cache(self.tensor(self.keys), self.tensor(self.slots), self.cache, **self.form)
 
     def tensor(self, array: np.ndarray) -> torch.Tensor:
         return kit.to_torch(np.ascontiguousarray(array), DEVICE)
@@ -43,8 +46,9 @@ class Pool:
 @st.composite
 def pools(draw: st.DrawFn) -> Pool:
     return Pool(
-        draw(st.sampled_from(LAYOUTS)), draw(st.sampled_from([1, 2, 16, 53, 64, 256])), draw(st.integers(0, 40)),
-        draw(st.lists(st.integers(0, 150), min_size=1, max_size=3).filter(any)), draw(st.integers(0, 99)),
+        draw(st.sampled_from(INDEXER_LAYOUTS)), draw(st.sampled_from([1, 2, 16, 53, 64, 256])),
+        draw(st.integers(0, 40)), draw(st.lists(st.integers(0, 150), min_size=1, max_size=3).filter(any)),
+        draw(st.integers(0, 99)),
     )  # fmt: skip
 
 
@@ -52,12 +56,10 @@ def pools(draw: st.DrawFn) -> Pool:
 def test_write_then_read(pool: Pool) -> None:
     """Bytes are the reference's, unwritten bytes are untouched, reads return what was stored."""
     want = empty_pages(*pool.array.shape, np.dtype(np.uint8))
-    registry()["write_indexer_cache"].reference(pool.keys, pool.slots, want)
+    registry()["write_indexer_cache"].reference(pool.keys, pool.slots, want, **pool.form)
     kit.assert_bits_equal("cache", pool.cache, want)
     order = pool.rng.permutation(len(pool.slots))
-    keys, scales = torch_api.read_indexer_cache(
-        pool.cache, pool.tensor(pool.slots[order]), cache_format=pool.layout.format
-    )
+    keys, scales = torch_api.read_indexer_cache(pool.cache, pool.tensor(pool.slots[order]), **pool.form)
     values, factors = pool.layout.quantize(pool.keys[order])
     kit.assert_bits_equal("keys", keys, values)
     kit.assert_bits_equal("key_scales", scales, factors)
@@ -65,7 +67,7 @@ def test_write_then_read(pool: Pool) -> None:
     exact, factor = pool.layout.operands(values, factors)
     error = np.abs(exact * factor[:, None] - pool.keys[order].astype(np.float64)).max(axis=1)
     largest = np.abs(pool.keys[order].astype(np.float64)).max(axis=1)
-    assert (error <= largest * (2**-4 if pool.layout.format == "fp8" else 2 / 6)).all()
+    assert (error <= largest * (2**-4 if pool.layout.values == "e4m3" else 2 / 6)).all()
 
 
 @given(pools(), st.integers(1, 3), st.sampled_from([3, 16, 64]))
@@ -76,15 +78,17 @@ def test_logits_of_pages_and_of_gathered_keys(pool: Pool, next_n: int, heads: in
     q8, weights = torch_api.quantize_indexer_query(
         pool.tensor(pool.rng.standard_normal((tokens, heads, layout.dim)).astype(BF16)),
         pool.tensor(pool.rng.standard_normal((tokens, heads)).astype(np.float32)),
-        format=layout.format,
+        format=layout.query_format,
     )
     lengths = np.maximum(pool.lengths[:, None] - np.arange(next_n)[::-1], 0).astype(np.int32).reshape(-1)
-    paged = torch_api.indexer_logits_paged(q8, weights, pool.cache, pool.tensor(pool.table), pool.tensor(lengths))
-    q, w = kit.as_numpy(q8), kit.as_numpy(weights)
-    (want,) = registry()["indexer_logits_paged"].reference(q, w, kit.as_numpy(pool.cache), pool.table, lengths)
+    paged = torch_api.indexer_logits_paged(
+        q8, weights, pool.cache, pool.tensor(pool.table), pool.tensor(lengths), **pool.form
+    )
+    arrays = (*map(kit.as_numpy, (q8, weights, pool.cache)), pool.table, lengths)
+    (want,) = registry()["indexer_logits_paged"].reference(*arrays, **pool.form)
     kit.assert_close("logits", paged, want, LOGITS, ~np.isnan(want))
 
-    keys, scales = torch_api.read_indexer_cache(pool.cache, pool.tensor(pool.slots), cache_format=layout.format)
+    keys, scales = torch_api.read_indexer_cache(pool.cache, pool.tensor(pool.slots), **pool.form)
     firsts = np.repeat(np.cumsum(pool.lengths) - pool.lengths, next_n).astype(np.int32)
     starts, ends = pool.tensor(firsts), pool.tensor((firsts + lengths).astype(np.int32))
     ragged = kit.as_numpy(torch_api.indexer_logits(q8, weights, keys, scales, starts, ends))
@@ -92,21 +96,23 @@ def test_logits_of_pages_and_of_gathered_keys(pool: Pool, next_n: int, heads: in
         kit.assert_close("ragged", ragged[token, first : first + length], want[token, :length], LOGITS)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.format}-{layout.dim}")
+@pytest.mark.parametrize("layout", INDEXER_LAYOUTS, ids=lambda layout: f"{layout.format}-{layout.dim}")
 def test_logits_of_keys_before_rounding(layout: IndexerLayout) -> None:
     """DeepGEMM's own bounds against what was not quantised, 1e-3 (fp8) and 2e-2 (fp4), over 16 tokens of 600 keys."""
     pool = Pool(layout, 64, 0, [600], seed=0)
     index_q = pool.rng.standard_normal((16, 64, layout.dim)).astype(BF16)
     weights = np.abs(pool.rng.standard_normal((16, 64))).astype(np.float32)
     arguments = pool.tensor(index_q), pool.tensor(weights)
-    q8, folded = torch_api.quantize_indexer_query(*arguments, scale=1.0, format=layout.format)
+    q8, folded = torch_api.quantize_indexer_query(*arguments, scale=1.0, format=layout.query_format)
     lengths = pool.tensor(np.full(16, 600, np.int32))
-    logits = torch_api.indexer_logits_paged(q8, folded, pool.cache, pool.tensor(pool.table), lengths, max_len=600)
+    logits = torch_api.indexer_logits_paged(
+        q8, folded, pool.cache, pool.tensor(pool.table), lengths, max_len=600, **pool.form
+    )
     dots = np.maximum(np.einsum("tid,nd->tni", index_q.astype(np.float64), pool.keys.astype(np.float64)), 0)
     exact = np.einsum("tni,ti->tn", dots, weights.astype(np.float64))
     got = kit.as_numpy(logits).astype(np.float64)
     difference = 1 - 2 * (got * exact).sum() / (got * got + exact * exact).sum()
-    assert difference < (1e-3 if layout.format == "fp8" else 2e-2), difference
+    assert difference < (1e-3 if layout.values == "e4m3" else 2e-2), difference
 
 
 @pytest.mark.parametrize("dim", INDEXER_DIMS)
@@ -130,34 +136,34 @@ def test_mxfp4_products_are_exact(dim: int) -> None:
 
 
 def test_where_no_slot_is_valid_nothing_is_written(device: str) -> None:
-    """By kernel and reference, in both formats."""
-    for form in INDEXER_FORMATS:
-        cache = torch.full((3, 16, IndexerLayout(64, form).row), 7, dtype=torch.uint8, device=device)
-        slots = torch.full((5,), -1, dtype=torch.int32, device=device)
+    """By kernel and reference, in every format."""
+    keys, slots = torch.ones(5, 128, device=device), torch.full((5,), -1, dtype=torch.int32, device=device)
+    for layout in OF_128:
+        cache = torch.full((3, 16, layout.row), 7, dtype=torch.uint8, device=device)
         for implementation in (None, "reference"):
-            torch_api.write_indexer_cache(torch.ones(5, 64, device=device), slots, cache, implementation=implementation)
+            torch_api.write_indexer_cache(keys, slots, cache, cache_format=layout.format, implementation=implementation)
             assert bool((cache == 7).all())
 
 
 def test_a_nan_key_ranks_last(device: str) -> None:
-    """In both formats a key with one NaN element is NaN, is picked last, and harms no other."""
-    for form in INDEXER_FORMATS:
-        keys = torch.ones(40, 64, device=device)
+    """In every format a key with one NaN element is NaN, is picked last, and harms no other."""
+    for layout in OF_128:
+        keys, form = torch.ones(40, 128, device=device), {"cache_format": layout.format}
         keys[7, 50] = torch.nan
-        cache = torch.zeros(3, 16, IndexerLayout(64, form).row, dtype=torch.uint8, device=device)
+        cache = torch.zeros(3, 16, layout.row, dtype=torch.uint8, device=device)
         slots = torch.arange(40, dtype=torch.int32, device=device)
-        torch_api.write_indexer_cache(keys, slots, cache)
-        index_q, negative = torch.ones(1, 4, 64, device=device), -torch.ones(1, 4, device=device)
+        torch_api.write_indexer_cache(keys, slots, cache, **form)
+        index_q, negative = torch.ones(1, 4, 128, device=device), -torch.ones(1, 4, device=device)
         q8, weights = torch_api.quantize_indexer_query(index_q, negative)
         table = torch.arange(3, dtype=torch.int32, device=device)[None]
         lengths = torch.full((1,), 40, dtype=torch.int32, device=device)
-        logits = torch_api.indexer_logits_paged(q8, weights, cache, table, lengths)[0, :40]
+        logits = torch_api.indexer_logits_paged(q8, weights, cache, table, lengths, **form)[0, :40]
         assert torch.isnan(logits).nonzero().tolist() == [[7]]
-        picked = torch_api.indexer_topk_paged(q8, weights, cache, table, lengths, k=39)
+        picked = torch_api.indexer_topk_paged(q8, weights, cache, table, lengths, k=39, **form)
         assert picked[0].tolist() == [n for n in range(40) if n != 7]
 
 
-def test_a_step_over_either_format(device: str) -> None:
+def test_a_step_over_mxfp4(device: str) -> None:
     """dsa_attention's indices over an MXFP4 cache are its parts', with queries in the cache's format."""
     rng = np.random.default_rng(1)
     op = registry()["dsa_attention"]
@@ -175,10 +181,64 @@ def test_an_ambiguous_row_is_refused(device: str) -> None:
     slots = torch.zeros(3, dtype=torch.int32, device=device)
     with pytest.raises(ArgumentError, match="cache_format value is None"):
         torch_api.read_indexer_cache(cache, slots)
-    fp8, mxfp4 = (torch_api.read_indexer_cache(cache, slots, cache_format=form) for form in INDEXER_FORMATS)
+    fp8, mxfp4 = (torch_api.read_indexer_cache(cache, slots, cache_format=form) for form in ("fp8", "mxfp4"))
     assert [t.shape[1:] for t in (fp8[0], mxfp4[0])] == [(64,), (64,)]
     assert (fp8[0].dtype, fp8[1].dtype) == (torch.float8_e4m3fn, torch.float32)
     assert (mxfp4[0].dtype, mxfp4[1].dtype) == (torch.uint8, torch.int32)
+
+
+READ_UE8M0 = [
+    (op, case)
+    for op in registry().values()
+    for case in op.cases
+    if {"cache_format": "fp8_ue8m0", "indexer_cache_format": "fp8_ue8m0"}.items() & case.attrs.items()
+    and op.outputs
+    and not op.mutates
+]
+
+
+@pytest.mark.parametrize(("op", "case"), READ_UE8M0, ids=kit.case_id)
+def test_ue8m0_scales_have_the_bits_of_the_floats_they_stand_for(op: Op, case: Case, device: str) -> None:
+    """Of every op that reads such a cache: over the same keys with float32 scales it gives the same."""
+    arrays = case.make(np.random.default_rng(0))
+    name = next(n for n, tensor in op.tensors.items() if case.attrs.get(tensor.format_attribute) == "fp8_ue8m0")
+    pool, attribute = arrays[name], op.tensors[name].format_attribute
+    ue8m0, fp8, every = IndexerLayout(128, "fp8_ue8m0"), IndexerLayout(128), np.arange(pool.shape[0] * pool.shape[1])
+    values, words = ue8m0.gather(pool, every)
+    floats = empty_pages(*pool.shape, pool.dtype)
+    fp8.scatter(floats, every, values, of_ue8m0_words(words).astype(np.float32))
+    calls = ({name: pool}, case.attrs), ({name: floats}, {**case.attrs, attribute: None})
+    both = [
+        kit.as_tuple(getattr(TORCH_OPS, op.name)(*kit.torch_inputs(op, arrays | other, device), **attrs))
+        for other, attrs in calls
+    ]
+    where = kit.written(op, op.reference(**arrays, **kit.attributes(op, case)))
+    for result, got, want in zip(op.outputs, *both, strict=True):
+        if result == "key_scales":
+            scales = np.where(kit.as_numpy(got) == 0, 0, of_ue8m0_words(kit.as_numpy(got)))  # 0: of no slot
+            kit.assert_bits_equal(result, scales.astype(np.float32), want)
+        else:
+            kit.assert_bits_equal(result, got, want, where if result == "logits" else None)
+
+
+def test_a_scale_whose_four_bytes_differ_makes_its_key_nan(device: str) -> None:
+    """By pages and by rows, as the references say, whichever byte differs."""
+    layout, form = IndexerLayout(128, "fp8_ue8m0"), {"cache_format": "fp8_ue8m0"}
+    cache = np.zeros((1, 16, layout.row), np.uint8)
+    table = np.zeros((1, 1), np.int32)
+    layout.scatter(cache, np.arange(16), *layout.quantize(np.ones((16, 128), np.float32)))
+    cache.reshape(-1)[16 * 128 :].reshape(16, 4)[[3, 5, 7, 9], [0, 1, 2, 3]] ^= 128
+    arrays = [kit.to_torch(array, device) for array in (cache, table, np.arange(16, dtype=np.int32))]
+    q8, weights = torch_api.quantize_indexer_query(
+        torch.ones(1, 4, 128, device=device), torch.ones(1, 4, device=device)
+    )
+    lengths = torch.full((1,), 16, dtype=torch.int32, device=device)
+    paged = torch_api.indexer_logits_paged(q8, weights, *arrays[:2], lengths, **form)
+    keys, scales = torch_api.read_indexer_cache(arrays[0], arrays[2], **form)
+    ragged = torch_api.indexer_logits(q8, weights, keys, scales, 0 * lengths, lengths)
+    for logits in (paged, ragged):
+        assert torch.isnan(logits[0]).nonzero()[:, 0].tolist() == [3, 5, 7, 9]
+        assert len(logits[0, ~torch.isnan(logits[0])].unique()) == 1
 
 
 def test_queries_and_keys_are_transformed_alike(device: str) -> None:

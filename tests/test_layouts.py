@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from xmla import ArgumentError, layouts
-from xmla.core.formats.indexer import INDEXER_DIMS, INDEXER_LAYOUTS, UE8M0_KEYS, IndexerLayout
+from xmla.core.formats import stored_values
+from xmla.core.formats.indexer import INDEXER_DIMS, INDEXER_LAYOUTS, IndexerLayout
 from xmla.core.formats.mla import (
     MLA_LAYOUTS,
     NOPE,
@@ -67,35 +68,29 @@ def test_convert_indexer_keys(dim: int, forms: tuple[str, str], kind: str, devic
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("target", ["fp8", "mxfp4"])
-def test_keys_whose_scale_is_four_ue8m0_bytes(target: str, kind: str, device: str) -> None:
-    """The same pool with float32 scales gives the same; where the four bytes differ the scale is NaN."""
-    every, fp8 = np.arange(48), IndexerLayout(128)
-    pool = indexer_pool(np.random.default_rng(0), fp8, 3, 16, every)
-    values, _ = fp8.gather(pool, every)
-    values[5] = values[5, 0]  # an entry that was never written
-    exponent = np.random.default_rng(1).integers(-22, 3, len(every))
-    scales = np.exp2(exponent).astype(np.float32)
-    stored = np.repeat((exponent + 127).astype(np.uint8)[:, None], 4, axis=1)
-    stored[7, 3] += 1
-    theirs = np.zeros_like(pool)
-    fp8.scatter(theirs, every, values, stored.view(np.float32)[:, 0])
-    scales[7] = np.nan
+def test_keys_whose_scale_is_four_ue8m0_bytes(kind: str, device: str) -> None:
+    """Keys with float32 scales differ in the footers alone. Where the four bytes differ a key is NaN."""
+    every, fp8, ue8m0 = np.arange(48), IndexerLayout(128), IndexerLayout(128, "fp8_ue8m0")
+    keys = np.random.default_rng(0).standard_normal((48, 128), np.float32) * np.exp2(np.arange(-24, 24)[:, None])
+    pool, theirs = (np.zeros((3, 16, 132), np.uint8) for _ in range(2))
+    values, scales = fp8.quantize(keys.astype(np.float32))
     fp8.scatter(pool, every, values, scales)
+    stored = np.repeat(((scales.view(np.int32) >> 23) & 255).astype(np.uint8)[:, None], 4, axis=1)
+    fp8.scatter(theirs, every, values, stored.view(np.float32)[:, 0])
 
     found = layouts.inspect(KINDS[kind](theirs, device))
-    assert (found.format, found.power_of_two) == (UE8M0_KEYS.name, None), found.reason
-    assert layouts.inspect(pool).format == fp8.name
-    got = layouts.convert(KINDS[kind](theirs, device), f"indexer_{target}_d128")
-    want = pool if target == "fp8" else layouts.convert(pool, "indexer_mxfp4_d128")
-    kit.assert_bits_equal("pool", got, want)
-    with pytest.raises(ArgumentError, match="cache_format is 'indexer_fp8_ue8m0_d128', expected one of v32"):
-        layouts.convert(pool, UE8M0_KEYS.name)
-    message = (
-        r"pool has rows of 68 uint8 at a stride of 68, expected dense rows of 132 bytes \(indexer_fp8_ue8m0_d128\)"
+    assert (found.format, found.power_of_two) == (ue8m0.name, None), found.reason
+    assert layouts.inspect(pool).format == layouts.inspect(np.zeros_like(pool)).format == fp8.name
+    as_floats, as_bytes = (
+        kit.as_numpy(layouts.convert(KINDS[kind](each, device), layout.name))
+        for each, layout in ((theirs, fp8), (pool, ue8m0))
     )
-    with pytest.raises(ArgumentError, match=message):
-        layouts.convert(pool[..., :68].copy(), "indexer_fp8_d128", source_format=UE8M0_KEYS.name)
+    for got, form in ((as_floats, None), (as_bytes, "fp8_ue8m0"), (theirs, "fp8_ue8m0")):
+        kit.assert_bits_equal("keys", stored_values(got, 128, form), stored_values(pool, 128))
+    stored[7, 3] += 1
+    fp8.scatter(theirs, every, values, stored.view(np.float32)[:, 0])
+    read, _ = fp8.gather(kit.as_numpy(layouts.convert(KINDS[kind](theirs, device), fp8.name)), every)
+    assert (np.isnan(read.astype(np.float32)).all(axis=1).nonzero()[0] == [7]).all()
 
 
 def test_inspect_tells_scales_that_are_no_powers_of_two() -> None:
@@ -179,9 +174,11 @@ def test_inspect_a_pool_without_entries(
     pool = KINDS[kind](np.zeros((*shape, layout.row), dtype), device)
     found = layouts.inspect(pool)
     alike = [
-        other for other in (*MLA_LAYOUTS, *INDEXER_LAYOUTS) if (other.row, other.packed) == (layout.row, layout.packed)
+        other
+        for other in (*MLA_LAYOUTS, *(keys for keys in INDEXER_LAYOUTS if keys.inferred))
+        if (other.row, other.packed) == (layout.row, layout.packed)
     ]
-    assert found.format == (layout.name if len(alike) == 1 else None), found.reason
+    assert found.format == (alike[0].name if len(alike) == 1 else None), found.reason
     if layout.packed:
         assert f"{layout.name}: nothing is written in the pages read" in found.reason
     got = kit.as_numpy(layouts.convert(pool, layout.name, source_format=layout.name))
@@ -244,13 +241,9 @@ def test_a_pool_of_a_users_class(kind: str, device: str) -> None:
     undefined = np.isnan(want.astype(np.float32))  # a GPU's NaN has other bits
     kit.assert_bits_equal("pool", got, want, ~undefined)
     assert np.isnan(kit.as_numpy(got).astype(np.float32)[undefined]).all()
-    keys = np.zeros((2, 4, UE8M0_KEYS.row), np.uint8)
-    users = kit.to_torch(keys, device).as_subclass(UsersTensor) if kind == "torch" else keys.view(UsersArray)
-    got = layouts.convert(users, "indexer_fp8_d128", source_format=UE8M0_KEYS.name)
-    kit.assert_bits_equal("keys", got, layouts.convert(keys, "indexer_fp8_d128", source_format=UE8M0_KEYS.name))
 
 
-@pytest.mark.parametrize("layout", [*MLA_LAYOUTS, *INDEXER_LAYOUTS, UE8M0_KEYS], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", [*MLA_LAYOUTS, *INDEXER_LAYOUTS], ids=lambda layout: layout.name)
 def test_parts_are_all_bytes_of_an_entry(layout: MlaLayout | IndexerLayout) -> None:
     within, outside = entry_of(layout)[-2:]
     entry, footer = (sum(size for _, size in parts) for parts in (within, outside))
@@ -263,7 +256,7 @@ def test_digests_name_what_differs() -> None:
     v32 = "format=v32;page=64;stride=41984;values=e4m3;scale=float32;tile=128;parts=latent:512,scales:16,rope:128"
     assert layouts.digest("v32", 64) == v32
     assert layouts.digest("plain", 64) == "format=plain;page=64;stride=36864;values=plain;parts=dims:1152"
-    digests = [layouts.digest(each.name, 64) for each in (*MLA_LAYOUTS, *INDEXER_LAYOUTS, UE8M0_KEYS)]
+    digests = [layouts.digest(each.name, 64) for each in (*MLA_LAYOUTS, *INDEXER_LAYOUTS)]
     assert len({*digests}) == len(digests)
 
     v4 = layouts.digest("v4", 64)

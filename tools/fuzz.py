@@ -197,7 +197,7 @@ def cut(
     # A shorter page has values for scales: sums of several of MXFP4's or V4's round.
     summed = any(result.agreement for result in op.outputs.values())
     layouts = [value for named in constants for value in named.values() if isinstance(value, MlaLayout)]
-    mxfp4 = any(named.get("MXFP4") or named.get("KEYS.MXFP4") for named in constants)
+    mxfp4 = any("mxfp4" in (named.get("FORMAT"), named.get("KEYS.FORMAT")) or named.get("MXFP4") for named in constants)
     far = mxfp4 or (summed and any(layout.footer for layout in layouts))
     for axis in sorted({label for tensor in op.tensors.values() for label in tensor.names}):
         if axis in ("R", "EXTRA_R") and far:

@@ -31,7 +31,7 @@ def of_heads(arch: int) -> dict[str, Specialization]:
             for launch in plan.active:
                 kernel = specialize(launch, plan, specs)
                 if kernel.constants.get("KEYS.RUN"):
-                    tile = ("KEYS.MXFP4", "QUERY.BLOCK_I", "INDEXER.BLOCK_I", "GROUP", "BLOCK_N")
+                    tile = ("KEYS.FORMAT", "QUERY.BLOCK_I", "INDEXER.BLOCK_I", "GROUP", "BLOCK_N")
                     sizes = " ".join(f"{name}={kernel.constants.get(name)}" for name in tile)
                     kernels[f"{kernel.kernel.__name__} {sizes}"] = kernel
     return kernels

@@ -1,7 +1,6 @@
 """Whole paged caches: infer the format of a pool from its bytes, convert a pool to another format, and compare layouts.
 
-Formats are named as in `write_mla_cache`; those of `write_indexer_cache` have names such as `indexer_fp8_d128`. A pool
-may also have keys as vLLM 0.33 writes them on Blackwell, `indexer_fp8_ue8m0_d128`, which no op reads: convert it first.
+Formats are named as in `write_mla_cache`; those of `write_indexer_cache` have names such as `indexer_fp8_d128`.
 `xmla.core.formats` defines their bytes.
 """
 
@@ -9,12 +8,11 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
 
 from xmla.core.call import BYTES, HALVES
 from xmla.core.errors import ArgumentError
-from xmla.core.formats.indexer import INDEXER_LAYOUTS, UE8M0_KEYS, IndexerLayout, indexer_layouts
+from xmla.core.formats.indexer import INDEXER_LAYOUTS, IndexerLayout
 from xmla.core.formats.mla import MLA_LAYOUTS, SCALE_FLOORS, MlaLayout, mla_layouts
 from xmla.core.formats.parts import entry_of
 from xmla.core.registry import registry
@@ -29,10 +27,6 @@ USUAL_SCALES = 2.0**-40, 2.0**40
 SAMPLED_PAGES = 64
 Layout = MlaLayout | IndexerLayout
 LAYOUTS: tuple[Layout, ...] = (*MLA_LAYOUTS, *INDEXER_LAYOUTS)
-# The bytes of the float32 that each UE8M0 byte stands for.
-FLOATS_OF_UE8M0: np.ndarray = (
-    np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float32)[:, None].view(np.uint8)
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +50,7 @@ def inspect(pool: "torch.Tensor | jax.Array | np.ndarray") -> Inspection:
 
     The format is inferred from row size, dtype and bytes; up to 64 pages are read back. An entry whose bytes are all
     equal counts as never written. A format is ruled out if most of the written entries would have scales in it that no
-    key has. If not exactly one format is left, none is named.
+    key has; one that no call infers, if none is written. If not exactly one format is left, none is named.
 
     Raises:
         ArgumentError: It is no such array, or has no three axes.
@@ -68,9 +62,7 @@ def inspect(pool: "torch.Tensor | jax.Array | np.ndarray") -> Inspection:
     pages = np.linspace(0, spec.shape[0] - 1, SAMPLED_PAGES) if spec.shape[0] else np.zeros(0)
     sample = _to_host(pool, np.unique(pages.astype(np.int64)))
     fitting, reasons = [], []
-    indexers = indexer_layouts(spec.shape[2]) if spec.itemsize == 1 else []
-    if indexers and spec.shape[2] == UE8M0_KEYS.row and len(UE8M0_KEYS.used_scales(sample)):
-        indexers.append(UE8M0_KEYS)
+    indexers = (layout for layout in INDEXER_LAYOUTS if spec.itemsize == 1 and layout.row == spec.shape[2])
     for layout in (*mla_layouts(spec), *indexers):
         fits, reason = _judge(layout, sample)
         fitting += [layout] * fits
@@ -95,7 +87,8 @@ def _judge(layout: Layout, sample: np.ndarray) -> tuple[bool, str]:
         return True, f"rows of {layout.row} {sample.dtype.name}"
     scales = layout.used_scales(sample)
     if not len(scales):
-        return True, "nothing is written in the pages read"
+        inferred = isinstance(layout, MlaLayout) or layout.inferred
+        return inferred, "nothing is written in the pages read"
     low, high = USUAL_SCALES
     usual = int(((scales >= low) & (scales <= high)).all(axis=1).sum())
     return 2 * usual > len(scales), f"{usual} of {len(scales)} entries have usual scales"
@@ -114,8 +107,7 @@ def convert[Pool: (torch.Tensor, jax.Array, np.ndarray)](
         pool: [P, R, ROW], a torch, JAX or NumPy array; the result is of the same kind and on the same device.
         cache_format: The name of the new format. In torch the page stride is the multiple that the format's allocators
             use. Plain rows are bfloat16.
-        source_format: The format of `pool`. Default: the one that `inspect` finds. Of `indexer_fp8_ue8m0_d128` every
-            scale is exact; an entry whose four bytes of it differ gets NaN, and ranks last.
+        source_format: The format of `pool`. Default: the one that `inspect` finds.
         scale_floor: As in `write_mla_cache`; indexer keys have one rule.
 
     Raises:
@@ -130,17 +122,9 @@ def convert[Pool: (torch.Tensor, jax.Array, np.ndarray)](
         if inspection.format is None:
             raise ArgumentError(f"convert: source_format is None, expected a name, because {inspection.reason}")
         source_format = inspection.format
-    origin = _named("source_format", source_format, (*LAYOUTS, UE8M0_KEYS))
+    origin = _named("source_format", source_format, LAYOUTS)
     kind = _framework(pool)
     array: Any = pool  # a type checker cannot follow `kind`
-    if origin is UE8M0_KEYS:
-        if spec.itemsize != 1 or spec.shape[2] != origin.row or not spec.has_stride(1, origin.row):
-            got = f"rows of {spec.shape[2]} {spec.dtype} at a stride of {spec.stride(1)}"
-            raise ArgumentError(f"convert: pool has {got}, expected dense rows of {origin.row} bytes ({origin.name})")
-        origin = IndexerLayout(origin.dim)
-        array = _with_float_scales(array, kind, origin)
-        if layout == origin:
-            return array
     pages, entries, _ = spec.shape
     dtype = "uint8" if layout.packed else "bfloat16"
     if isinstance(layout, MlaLayout) and isinstance(origin, MlaLayout):
@@ -199,7 +183,7 @@ def digest(cache_format: str, page_size: int, *, page_stride: int | None = None)
     Raises:
         ArgumentError: The name is unknown, or a page is smaller than its entries.
     """
-    layout = _named("cache_format", cache_format, (*LAYOUTS, UE8M0_KEYS), "digest")
+    layout = _named("cache_format", cache_format, LAYOUTS, "digest")
     if page_size < 1:
         raise ArgumentError(f"digest: page_size is {page_size}, expected at least 1")
     least, stride = page_size * layout.row, page_stride
@@ -230,21 +214,6 @@ def _fields(text: str) -> dict[str, str]:
     if "format" not in fields or "parts" not in fields:
         raise ArgumentError(f"differences: got {text!r}, expected what `digest` returns")
     return fields
-
-
-def _with_float_scales(pool: Any, kind: str, layout: IndexerLayout) -> Any:
-    """Keys of `UE8M0_KEYS` as a new pool of `layout`, which has a float32 in the place of the four bytes."""
-    xp: Any = import_module("jax.numpy" if kind == "jax" else kind)
-    pages, entries, row = pool.shape
-    flat = pool.view(xp.uint8).reshape(pages, entries * row)
-    values, stored = flat[:, : entries * layout.value_bytes], flat[:, entries * layout.value_bytes :]
-    stored = stored.reshape(pages, entries, 4)
-    place = stored[..., 0]
-    floats, nan = (xp.asarray(table) for table in (FLOATS_OF_UE8M0, FLOATS_OF_UE8M0[255]))
-    if kind == "torch":
-        floats, nan, place = floats.to(pool.device), nan.to(pool.device), place.long()
-    scales = xp.where((stored == stored[..., :1]).all(-1)[..., None], floats[place], nan)
-    return xp.concatenate([values, scales.reshape(pages, entries * 4)], 1).reshape(pages, entries, row)
 
 
 def _named(argument: str, name: str, layouts: tuple[Layout, ...], function: str = "convert") -> Layout:

@@ -190,8 +190,8 @@ def test_a_page_of_very_many_indexer_keys(space: torch.Tensor, layout: IndexerLa
     dense, back, again = (torch.zeros(count, 1, layout.row, dtype=torch.uint8, device=DEVICE) for _ in range(3))
     values = np.random.default_rng(0).standard_normal((count, layout.dim)).astype(ml_dtypes.bfloat16)
     keys, form = kit.to_torch(values, DEVICE), {"cache_format": layout.format}
-    torch_api.write_indexer_cache(keys, slots, pool)
-    torch_api.write_indexer_cache(keys, near, dense)
+    torch_api.write_indexer_cache(keys, slots, pool, **form)
+    torch_api.write_indexer_cache(keys, near, dense, **form)
     kit.assert_bits_equal("entries", stored(pool, slots, layout.value_bytes), stored(dense, near, layout.value_bytes))
     want = torch_api.read_indexer_cache(dense, near, **form)
     for got, expected in zip(torch_api.read_indexer_cache(pool, slots, **form), want, strict=True):

@@ -122,7 +122,8 @@ MISTAKES = [
             "'mxfp4' (D 128): rows of 68 and 68 bytes are those of both", case=7, attrs={"source_format": None}),
     Mistake("convert_indexer_cache", "convert_indexer_cache: cache axis ROW (axis 2) is 36, expected that of a format "
             "with the dims of source, whose rows have 132 bytes", lambda a: {"cache": np.zeros((3, 64, 36), np.uint8)}),
-    Mistake("convert_indexer_cache", "convert_indexer_cache: cache_format value is 'fp4', expected 'fp8' or 'mxfp4'",
+    Mistake("convert_indexer_cache", "convert_indexer_cache: cache_format value is 'fp4', expected 'fp8' or 'mxfp4' "
+            "or 'fp8_ue8m0'",
             attrs={"cache_format": "fp4"}),
     Mistake("sparse_mla", "sparse_mla: cache dtype is float16, expected bfloat16, as q",
             lambda a: {"cache": np.zeros((3, 64, 576), np.float16)}),
@@ -163,8 +164,20 @@ MISTAKES = [
             "128): rows of 68 bytes are those of both", lambda a: {"cache": np.zeros((3, 64, 68), np.uint8)}),
     Mistake("read_indexer_cache", "read_indexer_cache: cache_format value is None, expected 'fp8' (D 32) or 'mxfp4' (D "
             "64): rows of 36 bytes are those of both", lambda a: {"cache": np.zeros((3, 64, 36), np.uint8)}),
-    Mistake("read_indexer_cache", "read_indexer_cache: cache_format value is 'fp4', expected 'fp8' or 'mxfp4'",
-            attrs={"cache_format": "fp4"}),
+    Mistake("read_indexer_cache", "read_indexer_cache: cache_format value is 'fp4', expected 'fp8' or 'mxfp4' or "
+            "'fp8_ue8m0'", attrs={"cache_format": "fp4"}),
+    Mistake("read_indexer_cache", "read_indexer_cache: cache axis ROW (axis 2) is 68, expected 132 (fp8_ue8m0: D + 4)",
+            lambda a: {"cache": np.zeros((3, 64, 68), np.uint8)}, {"cache_format": "fp8_ue8m0"}),
+    Mistake("write_indexer_cache", "write_indexer_cache: cache_format value is 'fp8_ue8m0', expected 'fp8' or 'mxfp4' "
+            "with D = 64", attrs={"cache_format": "fp8_ue8m0"}, case=2),
+    Mistake("indexer_topk_paged", "indexer_topk_paged: cache_format value is 'ue8m0', expected 'fp8' or 'mxfp4' or "
+            "'fp8_ue8m0'", attrs={"cache_format": "ue8m0"}),
+    Mistake("indexer_logits_paged", "indexer_logits_paged: cache axis ROW (axis 2) is 68, expected 132 (fp8_ue8m0: D "
+            "+ 4)", lambda a: {"cache": a["cache"][..., :68].copy()}, {"cache_format": "fp8_ue8m0"}),
+    Mistake("dsa_attention", "dsa_attention: indexer_cache_format value is 'v32', expected 'fp8' or 'mxfp4' or "
+            "'fp8_ue8m0'", attrs={"indexer_cache_format": "v32"}),
+    Mistake("quantize_indexer_query", "quantize_indexer_query: format value is 'fp8_ue8m0', expected 'fp8' or 'mxfp4'",
+            attrs={"format": "fp8_ue8m0"}),
     Mistake("quantize_indexer_query", "quantize_indexer_query: format value is 'e2m1', expected 'fp8' or 'mxfp4'",
             attrs={"format": "e2m1"}),
     Mistake("quantize_indexer_query", "quantize_indexer_query: q axis D (axis 2) is 100, expected 32, 64 or 128",
@@ -181,7 +194,7 @@ MISTAKES = [
     Mistake("indexer_logits", "indexer_logits: keys axis ROW (axis 1) is 128, expected 64 (D/2) of uint8",
             lambda a: {"keys": a["keys"].view(np.uint8)}),
     Mistake("indexer_logits", "indexer_logits: key_scales dtype is int32, expected float32 beside keys of "
-            "float8_e4m3fn", lambda a: {"key_scales": a["key_scales"].view(np.int32)}),
+            "float8_e4m3fn", lambda a: {"key_scales": a["key_scales"].view(np.int32)}, case=2),
     Mistake("indexer_scores", "indexer_scores: k dtype is float16, expected bfloat16, as q",
             lambda a: {"k": a["k"].astype(np.float16)}),
     Mistake("indexer_scores", "indexer_scores: q axis I (axis 1) is 65, supported: at most 64 indexer heads",
@@ -254,7 +267,7 @@ MISTAKES = [
             lambda a: {"cache": np.zeros((2, 3, 584), np.uint8)}, case=3),
     Mistake("compress_kv", "compress_kv: cache dims an entry is 576 ('v32'), expected 512, as norm_weight",
             lambda a: {"cache": np.zeros((2, 3, 656), np.uint8)}),
-    Mistake("compress_kv", "compress_kv: cache_format value is 'v4', expected None with D = 128",
+    Mistake("compress_kv", "compress_kv: cache_format value is 'v4', expected 'fp8' or 'mxfp4' or 'fp8_ue8m0'",
             attrs={"cache_format": "v4"}, case=3),
     Mistake("compress_kv", "compress_kv: scale_floor value is '1', expected 'scale' or 'amax'",
             attrs={"scale_floor": "1"}),
@@ -807,6 +820,7 @@ def test_gluon_logits_serve_what_they_support() -> None:
         (H200, rows(2, 5, 128, first=16, more=16), rows(40, 128, first=32, more=48), scales, None),
         (B200, q8, keys, scales, elsewhere),
         (H200, q8, *packed, mxfp4),
+        (H200, q8, keys, scales.int(), "over keys with UE8M0 scales, supported: float32 scales"),
         (H200, rows(2, 5, 128, first=8), keys, scales, between.format("q8")),
         (H200, rows(2, 5, 128, more=8), keys, scales, between.format("q8")),
         (H200, q8, rows(40, 128, first=4), scales, between.format("keys")),
@@ -834,6 +848,9 @@ def test_gluon_paged_logits_serve_what_they_support() -> None:
     ):
         plan = partial(torch_api.indexer_logits_paged.plan, q8, weights, cache, table, lengths)
         takes_gluon("indexer_logits_paged", plan, device, message)
+        if message is None:
+            ue8m0 = "over keys with UE8M0 scales, supported: float32 scales"
+            takes_gluon("indexer_logits_paged", partial(plan, cache_format="fp8_ue8m0"), device, ue8m0)
         if message == elsewhere:
             continue
         with assume_device(B200):  # by its name alone

@@ -24,7 +24,7 @@ UNREAD = {
     "bound_kernel": {"INDEXER.K_STRIDE", "TARGET_STRIDE"}, "bound_scores_kernel": {"INDEXER.K_STRIDE"},
     "measure_kernel": {"COEFF"},
     # Of columns that are all keys, or the selected ones, by the kernel itself.
-    "indexer_scores_kernel": {"COLUMNS.HAS_INDICES", "COLUMNS.INDEX_STRIDE", "KEYS.MXFP4"},
+    "indexer_scores_kernel": {"COLUMNS.HAS_INDICES", "COLUMNS.INDEX_STRIDE", "KEYS.FORMAT"},
     "indexer_target_kernel": {"COLUMNS.HAS_INDICES"}, "selected_scores_kernel": {"COLUMNS.HAS_INDICES"},
     "range_target_kernel": {"COLUMNS.HAS_INDICES", "COLUMNS.INDEX_STRIDE"},
     # One kernel for either way to add, and a launch before them has left out the slots past a length.

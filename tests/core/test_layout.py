@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 
-from xmla.core.formats.indexer import IndexerLayout, indexer_layouts
+from xmla.core.errors import ArgumentError
+from xmla.core.formats.indexer import INDEXER_FORMATS, IndexerLayout, indexer_layouts
 from xmla.core.formats.mla import MLA_LAYOUTS, NVFP4, V4, V32, V41, V41_FOOTER, V41_FP4, V41_FP4_FOOTER, MlaLayout
 from xmla.core.formats.numbers import dequantize_mxfp4, power_of_two_exponent, quantize, quantize_mxfp4
+from xmla.core.op import Op
 from xmla.core.registry import registry
 from xmla.core.values import Spec
 
@@ -129,14 +131,19 @@ def test_fp4_pages_byte_by_byte() -> None:
         assert (np.abs(values - entry[:512]) <= bound).all()
 
 
-@pytest.mark.parametrize("name", ["write_mla_cache", "read_mla_cache", "convert_mla_cache", "sparse_mla"])
-def test_every_format_has_cases(name: str) -> None:
-    """Of the ops that take any format."""
-    op, served = registry()[name], set()
+def formats_served(op: Op) -> set[MlaLayout | IndexerLayout]:
+    """The formats of its cases' caches."""
+    served = set()
     for case in op.cases:
         specs = {argument: Spec.of_numpy(array) for argument, array in case.make(np.random.default_rng(0)).items()}
         served.update(op.bind(specs, op.attributes(**case.attrs)).formats.values())
-    assert served == set(MLA_LAYOUTS)
+    return served
+
+
+@pytest.mark.parametrize("name", ["write_mla_cache", "read_mla_cache", "convert_mla_cache", "sparse_mla"])
+def test_every_format_has_cases(name: str) -> None:
+    """Of the ops that take any format."""
+    assert formats_served(registry()[name]) == set(MLA_LAYOUTS)
 
 
 @given(
@@ -246,3 +253,29 @@ def test_a_row_and_a_dim_tell_the_format_and_a_row_alone_only_some() -> None:
         assert indexer_layouts(fp8, dim) == [IndexerLayout(dim)]
         assert indexer_layouts(mxfp4, dim) == [IndexerLayout(dim, "mxfp4")]
     assert [len(indexer_layouts(row)) for row in (132, 68, 36, 20, 100)] == [1, 2, 2, 1, 0]
+
+
+def test_ue8m0_scales_are_named_and_have_keys_of_128_dims() -> None:
+    (layout,) = indexer_layouts(132, 128, "fp8_ue8m0")
+    assert layout == IndexerLayout(128, "fp8_ue8m0") and not indexer_layouts(68, 64, "fp8_ue8m0")
+    with pytest.raises(ArgumentError, match="indexer's cache: 'fp8_ue8m0' has keys of 128 dims, got 64"):
+        IndexerLayout(64, "fp8_ue8m0")
+
+
+def test_ue8m0_page_byte_by_byte() -> None:
+    """128 e4m3 of each entry, then four times the exponent's byte of each scale (vLLM's `pack_ue8m0_x4`)."""
+    layout, page = IndexerLayout(128, "fp8_ue8m0"), np.zeros((1, 2, 132), np.uint8)
+    keys = np.stack([np.full(128, 448.0, np.float32), np.full(128, 3.5, np.float32)])
+    layout.scatter(page, np.arange(2), *layout.quantize(keys))
+    flat = page.reshape(-1)
+    assert (flat[:256] == 0x7E).all() and flat[256:].tolist() == [127] * 4 + [120] * 4
+
+
+def test_every_format_of_indexer_keys_has_cases() -> None:
+    """Of every op over caches of such keys."""
+    ops = {name: formats_served(op) for name, op in registry().items() if any(t.format for t in op.tensors.values())}
+    served = {
+        name: {keys.format for keys in formats if isinstance(keys, IndexerLayout)} for name, formats in ops.items()
+    }
+    assert sum(map(bool, served.values())) == 12
+    assert {name for name, formats in served.items() if formats and formats != set(INDEXER_FORMATS)} == set()

@@ -22,6 +22,7 @@ WRITERS = {
     "v41_footer": "V4.1 before FlashMLA of 2026-09-30", "v41_fp4_footer": "the same, compressed entries",
     "nope": "GLM in FlashInfer", "nvfp4": "vLLM's `nvfp4_ds_mla`", "plain": "V3.2's dims", "plain_v4": "V4's dims",
     **{layout.name: "indexer keys" for layout in LAYOUTS if isinstance(layout, IndexerLayout)},
+    "indexer_fp8_ue8m0_d128": "vLLM's indexer keys on Blackwell",
 }  # fmt: skip
 
 
@@ -60,7 +61,8 @@ def formats(link: Callable[[MlaLayout | IndexerLayout], str] = lambda layout: f"
     rows = []
     for layout in LAYOUTS:
         if isinstance(layout, IndexerLayout):
-            values, scale = ("e4m3", "float32, each key") if layout.format == "fp8" else ("e2m1", "UE8M0, each 32 dims")
+            scale = "UE8M0, each 32 dims" if layout.format == "mxfp4" else f"{layout.scale}, each key"
+            values, scale = layout.values, scale.replace("ue8m0", "UE8M0 four times")
             dims, where = str(layout.dim), "page's footer"
         else:
             values = layout.values if layout.packed else "16-bit"

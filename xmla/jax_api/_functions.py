@@ -171,8 +171,8 @@ def compress_kv(
         request_ids: [T] int32, each token's row of the tables; a token with an id outside [0, B) is skipped. Without it
             T is a multiple of B and every request has T / B adjacent tokens.
         eps: Added to the mean square.
-        cache_format, scale_floor: As in `write_mla_cache`. "amax" is the rule of V4's own writers; indexer keys always
-            follow it.
+        cache_format: As in `write_mla_cache`, or for keys of `write_indexer_cache` as there.
+        scale_floor: As in `write_mla_cache`. "amax" is the rule of V4's own writers; indexer keys always follow it.
         implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
@@ -308,6 +308,7 @@ def dsa_attention(
     softmax_scale: float,
     index_scale: float | None = None,
     mla_cache_format: str | None = None,
+    indexer_cache_format: str | None = None,
     workspace_bytes: int = 536870912,
     batch_invariant: bool = False,
     implementation: Literal["triton", "gluon", "gluon_sm100", "reference"] | None = None,
@@ -340,6 +341,7 @@ def dsa_attention(
         softmax_scale: Factor of q · k.
         index_scale: Factor of the indexer's weights, default D**-0.5 · I**-0.5.
         mla_cache_format: As `cache_format` in `sparse_mla`.
+        indexer_cache_format: As `cache_format` in `write_indexer_cache`.
         workspace_bytes: The most memory for the selection, as in `indexer_topk_paged`; attention's key splits need
             more on top.
         batch_invariant: As in `sparse_mla`.
@@ -372,7 +374,7 @@ def dsa_attention(
     """
     return _dsa_attention(
         [q, index_q, index_weights, mla_cache, indexer_cache, block_table, lengths, request_ids, sink],
-        (k, softmax_scale, index_scale, mla_cache_format, workspace_bytes, batch_invariant),
+        (k, softmax_scale, index_scale, mla_cache_format, indexer_cache_format, workspace_bytes, batch_invariant),
         implementation,
     )
 
@@ -397,6 +399,7 @@ def dsa_step(
     softmax_scale: float,
     index_scale: float | None = None,
     mla_cache_format: str | None = None,
+    indexer_cache_format: str | None = None,
     scale_floor: str = "scale",
     workspace_bytes: int = 536870912,
     batch_invariant: bool = False,
@@ -422,6 +425,7 @@ def dsa_step(
     softmax_scale: float,
     index_scale: float | None = None,
     mla_cache_format: str | None = None,
+    indexer_cache_format: str | None = None,
     scale_floor: str = "scale",
     workspace_bytes: int = 536870912,
     batch_invariant: bool = False,
@@ -447,6 +451,7 @@ def dsa_step(
     softmax_scale: float,
     index_scale: float | None = None,
     mla_cache_format: str | None = None,
+    indexer_cache_format: str | None = None,
     scale_floor: str = "scale",
     workspace_bytes: int = 536870912,
     batch_invariant: bool = False,
@@ -472,6 +477,7 @@ def dsa_step(
     softmax_scale: float,
     index_scale: float | None = None,
     mla_cache_format: str | None = None,
+    indexer_cache_format: str | None = None,
     scale_floor: str = "scale",
     workspace_bytes: int = 536870912,
     batch_invariant: bool = False,
@@ -496,6 +502,7 @@ def dsa_step(
     softmax_scale: float,
     index_scale: float | None = None,
     mla_cache_format: str | None = None,
+    indexer_cache_format: str | None = None,
     scale_floor: str = "scale",
     workspace_bytes: int = 536870912,
     batch_invariant: bool = False,
@@ -535,6 +542,7 @@ def dsa_step(
         softmax_scale: Factor of q · k.
         index_scale: Factor of the indexer's weights, default D**-0.5 · I**-0.5.
         mla_cache_format: As `cache_format` in `write_mla_cache`.
+        indexer_cache_format: As `cache_format` in `write_indexer_cache`.
         scale_floor: As in `write_mla_cache`.
         workspace_bytes: As in `dsa_attention`.
         batch_invariant: As in `sparse_mla`.
@@ -585,7 +593,16 @@ def dsa_step(
             request_ids,
             sink,
         ],
-        (k, softmax_scale, index_scale, mla_cache_format, scale_floor, workspace_bytes, batch_invariant),
+        (
+            k,
+            softmax_scale,
+            index_scale,
+            mla_cache_format,
+            indexer_cache_format,
+            scale_floor,
+            workspace_bytes,
+            batch_invariant,
+        ),
         implementation,
     )
 
@@ -690,8 +707,8 @@ def indexer_block_topk(
         [[2, -1]]
 
     Implementations, best first:
-        gluon: compute capability 9.0; fp8 keys; rows on multiples of 16 bytes; at most 3 times as many keys as a
-            token's blocks have.
+        gluon: compute capability 9.0; fp8 keys; float32 scales; rows on multiples of 16 bytes; at most 3 times as many
+            keys as a token's blocks have.
         triton: every call.
     """
     return _indexer_block_topk(
@@ -711,6 +728,7 @@ def indexer_block_topk_paged(
     k: int,
     granularity: int,
     workspace_bytes: int = 536870912,
+    cache_format: str | None = None,
     implementation: Literal["triton", "reference"] | None = None,
 ) -> jax.Array:
     """The k keys of each token with the largest logits among the keys of its selected blocks, over the paged cache.
@@ -732,6 +750,7 @@ def indexer_block_topk_paged(
         k: K ≥ 1, as in `select_topk`.
         granularity: Keys of a block, a power of two up to 128.
         workspace_bytes: The most device memory to use besides the result: tokens are computed in parts that fit.
+        cache_format: As in `write_indexer_cache`.
         implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
@@ -759,7 +778,7 @@ def indexer_block_topk_paged(
     """
     return _indexer_block_topk_paged(
         [q8, weights, cache, block_table, lengths, blocks, request_ids],
-        (k, granularity, workspace_bytes),
+        (k, granularity, workspace_bytes, cache_format),
         implementation,
     )
 
@@ -831,6 +850,7 @@ def indexer_blocks_paged(
     granularity: int,
     newest: int = 1,
     workspace_bytes: int = 536870912,
+    cache_format: str | None = None,
     implementation: Literal["gluon", "gluon_sm100", "triton", "reference"] | None = None,
 ) -> jax.Array:
     """The k blocks of each token's keys with the largest logits over the paged cache, in bounded memory (decode).
@@ -849,6 +869,7 @@ def indexer_blocks_paged(
         granularity: Keys of a block, a power of two up to 128. The last block may be incomplete.
         newest: Blocks at the end of a token's keys that are always selected, at most k.
         workspace_bytes: The most device memory to use besides the result.
+        cache_format: As in `write_indexer_cache`.
         implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
@@ -881,7 +902,7 @@ def indexer_blocks_paged(
     """
     return _indexer_blocks_paged(
         [q8, weights, cache, block_table, lengths, request_ids],
-        (k, granularity, newest, workspace_bytes),
+        (k, granularity, newest, workspace_bytes, cache_format),
         implementation,
     )
 
@@ -908,8 +929,9 @@ def indexer_logits(
         weights: [T, I] float32, scales of q folded in. May be negative.
         keys: The keys of all requests, one request after another (`read_indexer_cache`). fp8: [N, D] float8_e4m3fn.
             MXFP4: [N, D/2] uint8 or int8, two e2m1 per byte, the even dim in the low nibble.
-        key_scales: fp8: [N] float32, any values, which multiply the logit. MXFP4: [N] int32, one UE8M0 byte per block
-            of 32 dims, the first block in the lowest byte.
+        key_scales: fp8: [N] float32, any values, which multiply the logit; or with D = 128 [N] int32, a UE8M0 byte four
+            times ("fp8_ue8m0" of `read_indexer_cache`). MXFP4: [N] int32, one UE8M0 byte per block of 32 dims, the
+            first block in the lowest byte.
         starts, ends: [T] int32, clamped to [0, N]; ends ≤ starts is an empty row. Keys outside every row's range do
             not influence the result.
         logits_dtype: "float32", or "bfloat16" for float32 logits that are rounded when they are written: half of the
@@ -938,7 +960,7 @@ def indexer_logits(
         [[64.0, -inf]]
 
     Implementations, best first:
-        gluon: compute capability 9.0; fp8 keys; rows on multiples of 16 bytes.
+        gluon: compute capability 9.0; fp8 keys; float32 scales; rows on multiples of 16 bytes.
         triton: every call.
     """
     return _indexer_logits([q8, weights, keys, key_scales, starts, ends], (logits_dtype,), implementation)
@@ -954,6 +976,7 @@ def indexer_logits_paged(
     *,
     max_len: int | None = None,
     logits_dtype: str = "float32",
+    cache_format: str | None = None,
     implementation: Literal["gluon", "gluon_sm100", "triton", "reference"] | None = None,
 ) -> jax.Array:
     """Lightning-indexer logits of flat query tokens over the paged indexer cache (decode, any number of tokens each).
@@ -975,6 +998,7 @@ def indexer_logits_paged(
         max_len: Columns of the result, default M · R.
         logits_dtype: "float32", or "bfloat16" for float32 logits that are rounded when they are written: half of the
             memory and of its traffic, and logits that differ by less than 2**-7 of their size may tie.
+        cache_format: As in `write_indexer_cache`.
         implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
@@ -998,13 +1022,14 @@ def indexer_logits_paged(
         [[0.0, 0.0, 0.0, 0.0, 0.0]]
 
     Implementations, best first:
-        gluon: compute capability 9.0; fp8 keys; rows on multiples of 16 bytes; pages of a multiple of 64 keys.
-        gluon_sm100, by its name alone: compute capability 10.0 or 10.3; fp8 keys; rows on multiples of 16 bytes; pages
-            of a multiple of 64 keys.
+        gluon: compute capability 9.0; fp8 keys; float32 scales; rows on multiples of 16 bytes; pages of a multiple of
+            64 keys.
+        gluon_sm100, by its name alone: compute capability 10.0 or 10.3; fp8 keys; float32 scales; rows on multiples of
+            16 bytes; pages of a multiple of 64 keys.
         triton: every call.
     """
     return _indexer_logits_paged(
-        [q8, weights, cache, block_table, lengths, request_ids], (max_len, logits_dtype), implementation
+        [q8, weights, cache, block_table, lengths, request_ids], (max_len, logits_dtype, cache_format), implementation
     )
 
 
@@ -1268,6 +1293,7 @@ def indexer_topk_paged(
     *,
     k: int,
     workspace_bytes: int = 536870912,
+    cache_format: str | None = None,
     implementation: Literal["gluon", "gluon_sm100", "triton", "reference"] | None = None,
 ) -> jax.Array:
     """The k keys of each token with the largest logits over the paged indexer cache, in bounded memory (decode).
@@ -1281,6 +1307,7 @@ def indexer_topk_paged(
         q8, weights, cache, block_table, lengths, request_ids: As in `indexer_logits_paged`.
         k: K ≥ 1, as in `select_topk`; at most 8192 if the logits do not fit.
         workspace_bytes: The most device memory to use besides the result.
+        cache_format: As in `write_indexer_cache`.
         implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
@@ -1305,7 +1332,7 @@ def indexer_topk_paged(
         those of indexer_logits_paged.
     """
     return _indexer_topk_paged(
-        [q8, weights, cache, block_table, lengths, request_ids], (k, workspace_bytes), implementation
+        [q8, weights, cache, block_table, lengths, request_ids], (k, workspace_bytes, cache_format), implementation
     )
 
 
@@ -1452,6 +1479,7 @@ def pool_keys(
     block_table: jax.Array | np.ndarray,
     request_ids: jax.Array | np.ndarray | None = None,
     *,
+    cache_format: str | None = None,
     implementation: Literal["triton", "reference"] | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
@@ -1466,6 +1494,7 @@ def pool_keys(
     block_table: jax.Array | np.ndarray,
     request_ids: jax.Array | np.ndarray | None = None,
     *,
+    cache_format: str | None = None,
     implementation: Literal["triton", "reference"] | None = None,
 ) -> jax.Array: ...
 @overload
@@ -1480,6 +1509,7 @@ def pool_keys(
     block_table: jax.Array | np.ndarray,
     request_ids: jax.Array | np.ndarray | None = None,
     *,
+    cache_format: str | None = None,
     implementation: Literal["triton", "reference"] | None = None,
 ) -> jax.Array: ...
 @overload
@@ -1494,6 +1524,7 @@ def pool_keys(
     block_table: jax.Array | np.ndarray,
     request_ids: jax.Array | np.ndarray | None = None,
     *,
+    cache_format: str | None = None,
     implementation: Literal["triton", "reference"] | None = None,
 ) -> None: ...
 def pool_keys(
@@ -1507,6 +1538,7 @@ def pool_keys(
     block_table: jax.Array | np.ndarray,
     request_ids: jax.Array | np.ndarray | None = None,
     *,
+    cache_format: str | None = None,
     implementation: Literal["triton", "reference"] | None = None,
 ) -> tuple[jax.Array, jax.Array] | jax.Array | None:
     """GLM-5.3-Flash's pooled indexer keys: store each token's state and write the keys that tokens complete.
@@ -1536,6 +1568,7 @@ def pool_keys(
         block_table: [B, M] int32, page ids of `cache`: key j is on page block_table[b, j div R].
         request_ids: [T] int32, each token's row of the tables; a token with an id outside [0, B) is skipped. Without it
             T is a multiple of B and every request has T / B adjacent tokens.
+        cache_format: As in `write_indexer_cache`.
         implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
@@ -1562,7 +1595,9 @@ def pool_keys(
         triton: every call.
     """
     return _pool_keys(
-        [keys, gates, ape, positions, state, state_table, cache, block_table, request_ids], (), implementation
+        [keys, gates, ape, positions, state, state_table, cache, block_table, request_ids],
+        (cache_format,),
+        implementation,
     )
 
 
@@ -1621,7 +1656,7 @@ def read_indexer_cache(
 ) -> tuple[jax.Array, jax.Array]:
     """Gather indexer keys from the paged cache, still quantised, as `indexer_logits` takes them.
 
-        fp8:    key = keys · key_scales
+        fp8:    key = keys · key_scales, or · 2 ** (each byte of key_scales − 127) (fp8_ue8m0)
         mxfp4:  key = e2m1(keys) · 2 ** (byte d/32 of key_scales − 127) for dim d
 
     Args:
@@ -1629,13 +1664,13 @@ def read_indexer_cache(
             (fp8) or D/2+4 (mxfp4), D = 32, 64 or 128. Any page size, pages start on multiples of 4 bytes.
         slots: [T] int32 or int64, page · R + offset. A slot outside [0, P·R) gives a key and scales of zero bytes.
             Entries that no slot names are never read.
-        cache_format: "fp8" or "mxfp4". Needed if ROW is 36 or 68, which both formats have.
+        cache_format: "fp8" or "mxfp4", needed if ROW is 36 or 68, which both formats have; or "fp8_ue8m0".
         implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
         keys: [T, D] float8_e4m3fn, or [T, D/2] uint8, two dims per byte, the even one in the low nibble.
         key_scales: [T] float32, or [T] int32, one UE8M0 byte per block of 32 dims, the first block in the lowest byte:
-            one word per row, as DeepGEMM takes them.
+            one word per row, as DeepGEMM takes them. fp8_ue8m0: [T] int32, the scale's UE8M0 byte four times.
 
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; both formats have rows of ROW bytes and none is given.
@@ -2153,6 +2188,7 @@ def write_indexer_cache(
     slots: jax.Array | np.ndarray,
     cache: jax.Array | np.ndarray,
     *,
+    cache_format: str | None = None,
     implementation: Literal["triton", "reference"] | None = None,
 ) -> jax.Array: ...
 @overload
@@ -2161,6 +2197,7 @@ def write_indexer_cache(
     slots: jax.Array | np.ndarray,
     cache: jax.Ref,
     *,
+    cache_format: str | None = None,
     implementation: Literal["triton", "reference"] | None = None,
 ) -> None: ...
 def write_indexer_cache(
@@ -2168,12 +2205,13 @@ def write_indexer_cache(
     slots: jax.Array | np.ndarray,
     cache: jax.Array | np.ndarray | jax.Ref,
     *,
+    cache_format: str | None = None,
     implementation: Literal["triton", "reference"] | None = None,
 ) -> jax.Array | None:
-    """Quantise indexer keys and insert them into the paged indexer cache, in the format that D and ROW imply.
+    """Quantise indexer keys and insert them into the paged indexer cache.
 
-        fp8:    scale = 2 ** max(ceil(log2(max|key| / 448)), -22);     values = e4m3(key / scale)
-        mxfp4:  scale = 2 ** max(ceil(log2(max|block| / 6)), -126);    values = e2m1(block / scale), blocks of 32 dims
+        fp8, fp8_ue8m0:  scale = 2 ** max(ceil(log2(max|key| / 448)), -22);     values = e4m3(key / scale)
+        mxfp4:           scale = 2 ** max(ceil(log2(max|block| / 6)), -126);    values = e2m1(block / scale)
 
     Args:
         keys: [T, D] bfloat16, float16 or float32, D = 32, 64 or 128. Normalised, roped, and rotated by a
@@ -2181,8 +2219,11 @@ def write_indexer_cache(
         slots: [T] int32 or int64, page · R + offset. A slot outside [0, P·R) is skipped. Valid slots must be distinct.
         cache: [P, R, ROW] uint8, int8 or float8_e4m3fn; ROW is D+4 (fp8) or D/2+4 (mxfp4). Any page size, pages start
             on multiples of 4 bytes. A page holds the values of all R entries and then 4 bytes of scales per entry:
-            ROW is the number of bytes per entry, not a stride. mxfp4: two dims per byte, the even one in the low
-            nibble. One UE8M0 scale byte per block, and 127 in the bytes that D leaves unused.
+            ROW is the number of bytes per entry, not a stride. fp8: a float32. mxfp4: two dims per byte, the even one
+            in the low nibble. One UE8M0 scale byte per block of 32 dims, and 127 in the bytes that D leaves unused.
+        cache_format: Default: "fp8" or "mxfp4", which D and ROW imply. "fp8_ue8m0", with D = 128: the scale is four
+            equal UE8M0 bytes in the place of the float32, as vLLM has them on Blackwell; where they differ a reader
+            takes the key for NaN.
         implementation: As in every op, see `help(xmla.jax_api)`.
 
     Returns:
@@ -2207,7 +2248,7 @@ def write_indexer_cache(
     Implementations, best first:
         triton: every call.
     """
-    return _write_indexer_cache([keys, slots, cache], (), implementation)
+    return _write_indexer_cache([keys, slots, cache], (cache_format,), implementation)
 
 
 @overload

@@ -97,8 +97,8 @@ def compress_kv(
         request_ids: [T] int32, each token's row of the tables; a token with an id outside [0, B) is skipped. Without it
             T is a multiple of B and every request has T / B adjacent tokens.
         eps: Added to the mean square.
-        cache_format, scale_floor: As in `write_mla_cache`. "amax" is the rule of V4's own writers; indexer keys always
-            follow it.
+        cache_format: As in `write_mla_cache`, or for keys of `write_indexer_cache` as there.
+        scale_floor: As in `write_mla_cache`. "amax" is the rule of V4's own writers; indexer keys always follow it.
         implementation: As in every op, see `help(xmla.torch_api)`.
 
     Raises:
@@ -210,6 +210,7 @@ def dsa_attention(
     softmax_scale: float,
     index_scale: float | None = None,
     mla_cache_format: str | None = None,
+    indexer_cache_format: str | None = None,
     workspace_bytes: int = 536870912,
     batch_invariant: bool = False,
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
@@ -244,6 +245,7 @@ def dsa_attention(
         softmax_scale: Factor of q · k.
         index_scale: Factor of the indexer's weights, default D**-0.5 · I**-0.5.
         mla_cache_format: As `cache_format` in `sparse_mla`.
+        indexer_cache_format: As `cache_format` in `write_indexer_cache`.
         workspace_bytes: The most memory for the selection, as in `indexer_topk_paged`; attention's key splits need
             more on top.
         batch_invariant: As in `sparse_mla`.
@@ -276,7 +278,7 @@ def dsa_attention(
     """
     return _dsa_attention(
         [q, index_q, index_weights, mla_cache, indexer_cache, block_table, lengths, request_ids, sink],
-        (k, softmax_scale, index_scale, mla_cache_format, workspace_bytes, batch_invariant),
+        (k, softmax_scale, index_scale, mla_cache_format, indexer_cache_format, workspace_bytes, batch_invariant),
         out,
         workspace,
         implementation,
@@ -303,6 +305,7 @@ def dsa_step(
     softmax_scale: float,
     index_scale: float | None = None,
     mla_cache_format: str | None = None,
+    indexer_cache_format: str | None = None,
     scale_floor: str = "scale",
     workspace_bytes: int = 536870912,
     batch_invariant: bool = False,
@@ -341,6 +344,7 @@ def dsa_step(
         softmax_scale: Factor of q · k.
         index_scale: Factor of the indexer's weights, default D**-0.5 · I**-0.5.
         mla_cache_format: As `cache_format` in `write_mla_cache`.
+        indexer_cache_format: As `cache_format` in `write_indexer_cache`.
         scale_floor: As in `write_mla_cache`.
         workspace_bytes: As in `dsa_attention`.
         batch_invariant: As in `sparse_mla`.
@@ -389,7 +393,16 @@ def dsa_step(
             request_ids,
             sink,
         ],
-        (k, softmax_scale, index_scale, mla_cache_format, scale_floor, workspace_bytes, batch_invariant),
+        (
+            k,
+            softmax_scale,
+            index_scale,
+            mla_cache_format,
+            indexer_cache_format,
+            scale_floor,
+            workspace_bytes,
+            batch_invariant,
+        ),
         out,
         workspace,
         implementation,
@@ -502,8 +515,8 @@ def indexer_block_topk(
         [[2, -1]]
 
     Implementations, best first:
-        gluon: compute capability 9.0; fp8 keys; rows on multiples of 16 bytes; at most 3 times as many keys as a
-            token's blocks have.
+        gluon: compute capability 9.0; fp8 keys; float32 scales; rows on multiples of 16 bytes; at most 3 times as many
+            keys as a token's blocks have.
         triton: every call.
     """
     return _indexer_block_topk(
@@ -528,6 +541,7 @@ def indexer_block_topk_paged(
     k: int,
     granularity: int,
     workspace_bytes: int = 536870912,
+    cache_format: str | None = None,
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     implementation: Literal["triton", "reference"] | None = None,
@@ -551,6 +565,7 @@ def indexer_block_topk_paged(
         k: K ≥ 1, as in `select_topk`.
         granularity: Keys of a block, a power of two up to 128.
         workspace_bytes: The most device memory to use besides the result: tokens are computed in parts that fit.
+        cache_format: As in `write_indexer_cache`.
         out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
     Returns:
@@ -578,7 +593,7 @@ def indexer_block_topk_paged(
     """
     return _indexer_block_topk_paged(
         [q8, weights, cache, block_table, lengths, blocks, request_ids],
-        (k, granularity, workspace_bytes),
+        (k, granularity, workspace_bytes, cache_format),
         out,
         workspace,
         implementation,
@@ -660,6 +675,7 @@ def indexer_blocks_paged(
     granularity: int,
     newest: int = 1,
     workspace_bytes: int = 536870912,
+    cache_format: str | None = None,
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     implementation: Literal["gluon", "gluon_sm100", "triton", "reference"] | None = None,
@@ -680,6 +696,7 @@ def indexer_blocks_paged(
         granularity: Keys of a block, a power of two up to 128. The last block may be incomplete.
         newest: Blocks at the end of a token's keys that are always selected, at most k.
         workspace_bytes: The most device memory to use besides the result.
+        cache_format: As in `write_indexer_cache`.
         out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
     Returns:
@@ -712,7 +729,7 @@ def indexer_blocks_paged(
     """
     return _indexer_blocks_paged(
         [q8, weights, cache, block_table, lengths, request_ids],
-        (k, granularity, newest, workspace_bytes),
+        (k, granularity, newest, workspace_bytes, cache_format),
         out,
         workspace,
         implementation,
@@ -744,8 +761,9 @@ def indexer_logits(
         weights: [T, I] float32, scales of q folded in. May be negative.
         keys: The keys of all requests, one request after another (`read_indexer_cache`). fp8: [N, D] float8_e4m3fn.
             MXFP4: [N, D/2] uint8 or int8, two e2m1 per byte, the even dim in the low nibble.
-        key_scales: fp8: [N] float32, any values, which multiply the logit. MXFP4: [N] int32, one UE8M0 byte per block
-            of 32 dims, the first block in the lowest byte.
+        key_scales: fp8: [N] float32, any values, which multiply the logit; or with D = 128 [N] int32, a UE8M0 byte four
+            times ("fp8_ue8m0" of `read_indexer_cache`). MXFP4: [N] int32, one UE8M0 byte per block of 32 dims, the
+            first block in the lowest byte.
         starts, ends: [T] int32, clamped to [0, N]; ends ≤ starts is an empty row. Keys outside every row's range do
             not influence the result.
         logits_dtype: "float32", or "bfloat16" for float32 logits that are rounded when they are written: half of the
@@ -774,7 +792,7 @@ def indexer_logits(
         [[64.0, -inf]]
 
     Implementations, best first:
-        gluon: compute capability 9.0; fp8 keys; rows on multiples of 16 bytes.
+        gluon: compute capability 9.0; fp8 keys; float32 scales; rows on multiples of 16 bytes.
         triton: every call.
     """
     return _indexer_logits(
@@ -793,6 +811,7 @@ def indexer_logits_paged(
     *,
     max_len: int | None = None,
     logits_dtype: str = "float32",
+    cache_format: str | None = None,
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     implementation: Literal["gluon", "gluon_sm100", "triton", "reference"] | None = None,
@@ -816,6 +835,7 @@ def indexer_logits_paged(
         max_len: Columns of the result, default M · R.
         logits_dtype: "float32", or "bfloat16" for float32 logits that are rounded when they are written: half of the
             memory and of its traffic, and logits that differ by less than 2**-7 of their size may tie.
+        cache_format: As in `write_indexer_cache`.
         out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
     Returns:
@@ -839,13 +859,18 @@ def indexer_logits_paged(
         [[0.0, 0.0, 0.0, 0.0, 0.0]]
 
     Implementations, best first:
-        gluon: compute capability 9.0; fp8 keys; rows on multiples of 16 bytes; pages of a multiple of 64 keys.
-        gluon_sm100, by its name alone: compute capability 10.0 or 10.3; fp8 keys; rows on multiples of 16 bytes; pages
-            of a multiple of 64 keys.
+        gluon: compute capability 9.0; fp8 keys; float32 scales; rows on multiples of 16 bytes; pages of a multiple of
+            64 keys.
+        gluon_sm100, by its name alone: compute capability 10.0 or 10.3; fp8 keys; float32 scales; rows on multiples of
+            16 bytes; pages of a multiple of 64 keys.
         triton: every call.
     """
     return _indexer_logits_paged(
-        [q8, weights, cache, block_table, lengths, request_ids], (max_len, logits_dtype), out, workspace, implementation
+        [q8, weights, cache, block_table, lengths, request_ids],
+        (max_len, logits_dtype, cache_format),
+        out,
+        workspace,
+        implementation,
     )
 
 
@@ -1126,6 +1151,7 @@ def indexer_topk_paged(
     *,
     k: int,
     workspace_bytes: int = 536870912,
+    cache_format: str | None = None,
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     implementation: Literal["gluon", "gluon_sm100", "triton", "reference"] | None = None,
@@ -1141,6 +1167,7 @@ def indexer_topk_paged(
         q8, weights, cache, block_table, lengths, request_ids: As in `indexer_logits_paged`.
         k: K ≥ 1, as in `select_topk`; at most 8192 if the logits do not fit.
         workspace_bytes: The most device memory to use besides the result.
+        cache_format: As in `write_indexer_cache`.
         out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
     Returns:
@@ -1165,7 +1192,11 @@ def indexer_topk_paged(
         those of indexer_logits_paged.
     """
     return _indexer_topk_paged(
-        [q8, weights, cache, block_table, lengths, request_ids], (k, workspace_bytes), out, workspace, implementation
+        [q8, weights, cache, block_table, lengths, request_ids],
+        (k, workspace_bytes, cache_format),
+        out,
+        workspace,
+        implementation,
     )
 
 
@@ -1323,6 +1354,7 @@ def pool_keys(
     block_table: torch.Tensor,
     request_ids: torch.Tensor | None = None,
     *,
+    cache_format: str | None = None,
     out: None = None,
     workspace: None = None,
     implementation: Literal["triton", "reference"] | None = None,
@@ -1354,6 +1386,7 @@ def pool_keys(
         block_table: [B, M] int32, page ids of `cache`: key j is on page block_table[b, j div R].
         request_ids: [T] int32, each token's row of the tables; a token with an id outside [0, B) is skipped. Without it
             T is a multiple of B and every request has T / B adjacent tokens.
+        cache_format: As in `write_indexer_cache`.
         implementation: As in every op, see `help(xmla.torch_api)`.
 
     Raises:
@@ -1377,7 +1410,7 @@ def pool_keys(
     """
     return _pool_keys(
         [keys, gates, ape, positions, state, state_table, cache, block_table, request_ids],
-        (),
+        (cache_format,),
         out,
         workspace,
         implementation,
@@ -1445,7 +1478,7 @@ def read_indexer_cache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gather indexer keys from the paged cache, still quantised, as `indexer_logits` takes them.
 
-        fp8:    key = keys · key_scales
+        fp8:    key = keys · key_scales, or · 2 ** (each byte of key_scales − 127) (fp8_ue8m0)
         mxfp4:  key = e2m1(keys) · 2 ** (byte d/32 of key_scales − 127) for dim d
 
     Args:
@@ -1453,13 +1486,13 @@ def read_indexer_cache(
             (fp8) or D/2+4 (mxfp4), D = 32, 64 or 128. Any page size, pages start on multiples of 4 bytes.
         slots: [T] int32 or int64, page · R + offset. A slot outside [0, P·R) gives a key and scales of zero bytes.
             Entries that no slot names are never read.
-        cache_format: "fp8" or "mxfp4". Needed if ROW is 36 or 68, which both formats have.
+        cache_format: "fp8" or "mxfp4", needed if ROW is 36 or 68, which both formats have; or "fp8_ue8m0".
         out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
     Returns:
         keys: [T, D] float8_e4m3fn, or [T, D/2] uint8, two dims per byte, the even one in the low nibble.
         key_scales: [T] float32, or [T] int32, one UE8M0 byte per block of 32 dims, the first block in the lowest byte:
-            one word per row, as DeepGEMM takes them.
+            one word per row, as DeepGEMM takes them. fp8_ue8m0: [T] int32, the scale's UE8M0 byte four times.
 
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; both formats have rows of ROW bytes and none is given.
@@ -1966,14 +1999,15 @@ def write_indexer_cache(
     slots: torch.Tensor,
     cache: torch.Tensor,
     *,
+    cache_format: str | None = None,
     out: None = None,
     workspace: None = None,
     implementation: Literal["triton", "reference"] | None = None,
 ) -> None:
-    """Quantise indexer keys and insert them into the paged indexer cache, in place, in the format that D and ROW imply.
+    """Quantise indexer keys and insert them into the paged indexer cache, in place.
 
-        fp8:    scale = 2 ** max(ceil(log2(max|key| / 448)), -22);     values = e4m3(key / scale)
-        mxfp4:  scale = 2 ** max(ceil(log2(max|block| / 6)), -126);    values = e2m1(block / scale), blocks of 32 dims
+        fp8, fp8_ue8m0:  scale = 2 ** max(ceil(log2(max|key| / 448)), -22);     values = e4m3(key / scale)
+        mxfp4:           scale = 2 ** max(ceil(log2(max|block| / 6)), -126);    values = e2m1(block / scale)
 
     Args:
         keys: [T, D] bfloat16, float16 or float32, D = 32, 64 or 128. Normalised, roped, and rotated by a
@@ -1981,8 +2015,11 @@ def write_indexer_cache(
         slots: [T] int32 or int64, page · R + offset. A slot outside [0, P·R) is skipped. Valid slots must be distinct.
         cache: [P, R, ROW] uint8, int8 or float8_e4m3fn; ROW is D+4 (fp8) or D/2+4 (mxfp4). Any page size, pages start
             on multiples of 4 bytes. A page holds the values of all R entries and then 4 bytes of scales per entry:
-            ROW is the number of bytes per entry, not a stride. mxfp4: two dims per byte, the even one in the low
-            nibble. One UE8M0 scale byte per block, and 127 in the bytes that D leaves unused.
+            ROW is the number of bytes per entry, not a stride. fp8: a float32. mxfp4: two dims per byte, the even one
+            in the low nibble. One UE8M0 scale byte per block of 32 dims, and 127 in the bytes that D leaves unused.
+        cache_format: Default: "fp8" or "mxfp4", which D and ROW imply. "fp8_ue8m0", with D = 128: the scale is four
+            equal UE8M0 bytes in the place of the float32, as vLLM has them on Blackwell; where they differ a reader
+            takes the key for NaN.
         implementation: As in every op, see `help(xmla.torch_api)`.
 
     Raises:
@@ -2005,7 +2042,7 @@ def write_indexer_cache(
     Implementations, best first:
         triton: every call.
     """
-    return _write_indexer_cache([keys, slots, cache], (), out, workspace, implementation)
+    return _write_indexer_cache([keys, slots, cache], (cache_format,), out, workspace, implementation)
 
 
 @planned

@@ -5,6 +5,7 @@ from xmla.core.call.work import Work, all_but_pools_once
 from xmla.core.formats.indexer import (
     INDEXER_DIMS,
     INDEXER_FORMATS,
+    INDEXER_LAYOUTS,
     IndexerLayout,
     indexer_layouts,
     indexer_rows,
@@ -50,16 +51,21 @@ def check_indexer_dim(problem: Problem) -> None:
 
 
 def indexer_format(problem: Problem, cache: str) -> IndexerLayout:
-    """The format of an indexer cache, determined by D and by its rows.
+    """The format of an indexer cache: determined by D and by its rows, unless `format_attribute` names another.
 
     Raises:
-        ArgumentError: D is wrong, no format has such rows, or a stride or address is wrong.
+        ArgumentError: D or the name is wrong, no format has such rows, or a stride or address is wrong.
     """
     check_indexer_dim(problem)
-    row = problem.tensors[cache].names[2]
-    layouts = indexer_layouts(problem[row], problem["D"])
+    attribute, row, dim = problem.tensors[cache].format_attribute, problem.tensors[cache].names[2], problem["D"]
+    check_indexer_format_name(problem, attribute)
+    name = getattr(problem.attrs, attribute)
+    layouts = indexer_layouts(problem[row], dim, name)
+    if not layouts and not indexer_rows(dim, name):
+        served = " or ".join(repr(layout.format) for layout in INDEXER_LAYOUTS if layout.dim == dim)
+        problem.refuse(attribute, "value", repr(name), f"{served} with D = {dim}")
     if not layouts:
-        problem.refuse(cache, f"axis {row} (axis 2)", problem[row], indexer_rows(problem["D"]))
+        problem.refuse(cache, f"axis {row} (axis 2)", problem[row], indexer_rows(dim, name))
     problem.require_pages(cache, INDEXER_ALIGNMENT)
     return layouts[0]
 

@@ -18,6 +18,6 @@ def stored_values(cache: np.ndarray, dim: int, name: str | None = None) -> np.nd
     if dim == 512:
         (layout,) = mla_layouts(Spec.of_numpy(cache), name)
         return layout.gather(cache, slots)
-    (keys,) = indexer_layouts(cache.shape[2], dim)
+    (keys,) = indexer_layouts(cache.shape[2], dim, name)
     values, factors = keys.operands(*keys.gather(cache, slots))
     return (values * factors[:, None]).astype(np.float32)

@@ -5,7 +5,7 @@ Apart from the layouts' classes: kernels that have one as a constant are compile
 
 from typing import NamedTuple
 
-from xmla.core.formats.indexer import IndexerLayout, Ue8m0IndexerLayout
+from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import MlaLayout
 from xmla.core.formats.numbers import MXFP4_BLOCK
 
@@ -32,10 +32,9 @@ class Entry(NamedTuple):
 
 def entry_of(layout: MlaLayout | IndexerLayout) -> Entry:
     if isinstance(layout, IndexerLayout):
-        fp8, ue8m0 = layout.format == "fp8", isinstance(layout, Ue8m0IndexerLayout)
-        scale = "ue8m0 four times" if ue8m0 else "float32" if fp8 else "ue8m0"
-        values, tile = ("e4m3", layout.dim) if fp8 else ("e2m1", MXFP4_BLOCK)
-        return Entry(values, scale, tile, (("dims", layout.value_bytes),), (("scales", 4),))
+        scale = "ue8m0 four times" if layout.format == "fp8_ue8m0" else layout.scale
+        tile = MXFP4_BLOCK if layout.format == "mxfp4" else layout.dim
+        return Entry(layout.values, scale, tile, (("dims", layout.value_bytes),), (("scales", 4),))
     if not layout.packed:
         return Entry(layout.values, layout.scale, layout.tile, (("dims", 2 * layout.dims),), ())
     values = ("latent" if layout.rope_values != "quantized" else "dims", layout.quantized * layout.value_bits // 8)

@@ -1,21 +1,33 @@
-"""The indexer inside kernels: read and write keys of either format, and compute their logits."""
+"""The indexer inside kernels: read and write keys of every format, and compute their logits."""
 
 import triton
 import triton.language as tl
 from triton.experimental import gluon
 
-from xmla.core.lang.numbers import as_bytes, as_floats, dequantize_mxfp4, hidden, load_e4m3, quantize, quantize_mxfp4
+from xmla.core.lang.numbers import (
+    as_bytes,
+    as_floats,
+    as_words,
+    decode_ue8m0_words,
+    dequantize_mxfp4,
+    encode_ue8m0_words,
+    hidden,
+    load_e4m3,
+    quantize,
+    quantize_mxfp4,
+)
 from xmla.core.lang.offsets import offset_of
 
 
 @triton.jit
-def load_keys(ptr, rows, scale_ptrs, ok, D: tl.constexpr, MXFP4: tl.constexpr):
+def load_keys(ptr, rows, scale_ptrs, ok, D: tl.constexpr, FORMAT: tl.constexpr):
     """Indexer keys [BLOCK_N, D] as an operand of a product, and their factors [BLOCK_N] f32.
 
-    fp8: e4m3 (`load_e4m3`) and its scales. mxfp4: bf16 dequantised exactly (`dequantize_mxfp4`), and factors of 1.
+    fp8 and fp8_ue8m0: e4m3 (`load_e4m3`) and its scales. mxfp4: bf16 dequantised exactly (`dequantize_mxfp4`), and
+    factors of 1.
     `rows` [BLOCK_N] are byte offsets of the values from `ptr`, `scale_ptrs` point to bytes. Only read where `ok`.
     """
-    if MXFP4:
+    if FORMAT == "mxfp4":
         packed_ptrs = as_bytes(ptr) + rows[:, None] + tl.arange(0, D // 2)[None, :]
         packed = tl.load(packed_ptrs, mask=ok[:, None], other=0)
         scales = tl.load(scale_ptrs[:, None] + tl.arange(0, D // 32)[None, :], mask=ok[:, None], other=127)
@@ -23,7 +35,10 @@ def load_keys(ptr, rows, scale_ptrs, ok, D: tl.constexpr, MXFP4: tl.constexpr):
         factors = tl.full(ok.shape, 1.0, tl.float32)
     else:
         keys = load_e4m3(as_bytes(ptr) + rows[:, None] + tl.arange(0, D)[None, :], ok[:, None])
-        factors = tl.load(as_floats(scale_ptrs), mask=ok, other=0.0)
+        if FORMAT == "fp8_ue8m0":
+            factors = decode_ue8m0_words(tl.load(as_words(scale_ptrs), mask=ok, other=0))
+        else:
+            factors = tl.load(as_floats(scale_ptrs), mask=ok, other=0.0)
     return keys, factors
 
 
@@ -45,16 +60,16 @@ def load_pages(table_row, key, mapped, PAGE_SIZE: tl.constexpr):
 @triton.jit
 def load_page_keys(
     cache_ptr, page, key, num_pages, PAGE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr,
-    MXFP4: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):  # fmt: skip
     """`load_keys` of positions `key` [BLOCK_N] on pages `page`, and which of them are present."""
     ok = (page >= 0) & (page < num_pages)
     first_byte = offset_of(page, PAGE_STRIDE)
     offset = key % PAGE_SIZE
-    VALUES: tl.constexpr = D // 2 if MXFP4 else D
+    VALUES: tl.constexpr = D // 2 if FORMAT == "mxfp4" else D
     scale_ptrs = as_bytes(cache_ptr) + first_byte + PAGE_SIZE * VALUES + offset_of(offset, 4, PAGE_SIZE)
     rows = first_byte + offset_of(offset, VALUES, PAGE_SIZE)
-    keys, factors = load_keys(cache_ptr, rows, scale_ptrs, ok, D, MXFP4)
+    keys, factors = load_keys(cache_ptr, rows, scale_ptrs, ok, D, FORMAT)
     return keys, factors, ok
 
 
@@ -158,7 +173,7 @@ def head_scores(k, q, weights, factors, GROUP: tl.constexpr, KEYS: tl.constexpr)
 
 @triton.jit
 def store_keys(
-    cache_ptr, slot, ok, x, MXFP4: tl.constexpr, PAGE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    cache_ptr, slot, ok, x, FORMAT: tl.constexpr, PAGE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     MIN_EXPONENT: tl.constexpr,
 ):  # fmt: skip
     """Quantise indexer keys x [N, D] f32 and store them at `slot` [N] where `ok`."""
@@ -166,7 +181,7 @@ def store_keys(
     base = offset_of(slot // PAGE_SIZE, PAGE_STRIDE)
     offset = slot % PAGE_SIZE
     cache = as_bytes(cache_ptr)
-    if MXFP4:
+    if FORMAT == "mxfp4":
         values, scales = quantize_mxfp4(x, MIN_EXPONENT)  # [N, D/2] u8, [N, D/32] u8
         offs_b = tl.arange(0, D // 2)[None, :]
         rows = cache + (base + offset_of(offset, D // 2, PAGE_SIZE))[:, None]
@@ -181,4 +196,7 @@ def store_keys(
         rows = cache + (base + offset_of(offset, D, PAGE_SIZE))[:, None]
         tl.store(rows + offs_d, values, mask=ok[:, None])
         footer = cache + base + PAGE_SIZE * D + offset_of(offset, 4, PAGE_SIZE)
-        tl.store(as_floats(footer), scales, mask=ok)
+        if FORMAT == "fp8_ue8m0":
+            tl.store(as_words(footer), encode_ue8m0_words(scales), mask=ok)
+        else:
+            tl.store(as_floats(footer), scales, mask=ok)

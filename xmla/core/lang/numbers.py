@@ -145,6 +145,21 @@ def encode_ue8m0(scale):
 
 
 @triton.jit
+def decode_ue8m0_words(word):
+    """float32 scales of words of four equal UE8M0 bytes, NaN where the bytes differ."""
+    byte = word & 0xFF
+    return tl.where(word == (word << 8 | byte), decode_ue8m0(byte), float("nan"))
+
+
+@triton.jit
+def encode_ue8m0_words(scale):
+    """Words of four equal UE8M0 bytes, of scales as of `encode_ue8m0`."""
+    byte = encode_ue8m0(scale).to(tl.int32)
+    pair = byte | byte << 8
+    return pair | pair << 16
+
+
+@triton.jit
 def pack_e2m1(scaled, whole):
     """Bytes [N, G · TILE / 2] of two e2m1 values each, of float32 [N, G, TILE] clamped to ±6; 6 where not `whole`."""
     code = encode_e2m1(tl.where(whole, tl.minimum(tl.maximum(scaled, -6.0), 6.0), 6.0))

@@ -108,8 +108,9 @@ class Op:
             raise RuntimeError(f"{self.name} takes {[*self._parameters]}, declared: {declared}")
         parameters = inspect.signature(self.reference).parameters.values()
         taken = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
-        # One with `**others` takes some of the arrays so, to call other ops' references with them.
-        expected = declared if len(taken) == len(parameters) else [n for n in declared if n in (*taken, *self.defaults)]
+        # One with `**others` takes some of the arrays so, and what names their formats, to call other ops' references.
+        attributes = self.defaults.keys() - {tensor.format_attribute for tensor in self.tensors.values()}
+        expected = declared if len(taken) == len(parameters) else [n for n in declared if n in {*taken, *attributes}]
         if taken != expected:
             raise RuntimeError(f"{self.name}: its reference takes {taken}, declared: {declared}")
         for name, tensor in self.tensors.items():

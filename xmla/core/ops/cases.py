@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 
-from xmla.core.formats.indexer import IndexerLayout
+from xmla.core.formats.indexer import IndexerLayout, ue8m0_words
 from xmla.core.formats.mla import MlaLayout
 from xmla.core.formats.numbers import MXFP4_BLOCK
 
@@ -35,9 +35,10 @@ def mla_pool(
 
 def indexer_keys(rng: np.random.Generator, layout: IndexerLayout, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Values and scales of `count` random keys as the layout stores them; the scales are independent of the values."""
-    if layout.format == "fp8":
+    if layout.values == "e4m3":
         values = normal(rng, count, layout.dim).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
-        return values, rng.uniform(0.01, 1.0, count).astype(np.float32)
+        scales = rng.uniform(0.01, 1.0, count).astype(np.float32)
+        return values, scales if layout.format == "fp8" else ue8m0_words(np.exp2(np.round(np.log2(scales))))
     packed = rng.integers(0, 256, (count, layout.value_bytes), np.uint8)
     scales = np.full((count, 4), 127, np.uint8)
     scales[:, : layout.dim // MXFP4_BLOCK] += rng.integers(-9, 1, (count, layout.dim // MXFP4_BLOCK)).astype(np.uint8)
@@ -52,6 +53,11 @@ def indexer_pool(
     used = np.unique(used)
     layout.scatter(pool, used, *indexer_keys(rng, layout, len(used)))
     return pool
+
+
+def naming(layout: IndexerLayout, attribute: str = "cache_format") -> dict[str, str]:
+    """The attribute that a call over a cache of this format needs, if it needs one."""
+    return {} if layout.inferred else {attribute: layout.format}
 
 
 def block_tables(rng: np.random.Generator, lengths: np.ndarray, entries: int, pages: int, width: int) -> np.ndarray:

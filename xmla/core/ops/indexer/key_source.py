@@ -5,6 +5,7 @@ What is said of the keys alone asks the call (`shared.py`); here it is which op 
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -22,14 +23,16 @@ class KeySource:
     Attributes:
         logits: The op of the logits of all keys. Other ops over such keys take its arguments.
         ranges: The arguments of a selection that bound a row of these logits, and which of the call's they are.
+        attributes: The call's attributes that say what the keys are.
     """
 
     logits: Op
     ranges: Mapping[str, str]
+    attributes: tuple[str, ...] = ()
 
 
 RAGGED = KeySource(indexer_logits.OP, same_names("starts", "ends"))
-PAGED = KeySource(indexer_logits_paged.OP, {"ends": "lengths"})
+PAGED = KeySource(indexer_logits_paged.OP, {"ends": "lengths"}, ("cache_format",))
 
 
 def source_of(arguments: Container[str]) -> KeySource:
@@ -46,13 +49,14 @@ def plan_by_logits(
     """
     source = source_of(problem.specs)
     composition = Composition(problem, device, arrays=arrays)
-    composition.call(source.logits, same_names(*source.logits.tensors))
+    of_keys = {name: getattr(problem.attrs, name) for name in source.attributes}
+    composition.call(source.logits, same_names(*source.logits.tensors), **of_keys)
     composition.call(select, {"logits": "logits", **source.ranges}, **attrs)
     return composition.plan()
 
 
-def reference_logits(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """The reference's logits of all keys, and the ranges of their rows as a selection takes them."""
-    source = source_of(arrays)
-    (logits,) = source.logits.reference(**arrays)
-    return logits, {bound: arrays[name] for bound, name in source.ranges.items()}
+def reference_logits(call: Mapping[str, Any]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """The reference's logits of all keys, by its arguments, and the ranges of their rows as a selection takes them."""
+    source = source_of(call)
+    (logits,) = source.logits.reference(**call)
+    return logits, {bound: call[name] for bound, name in source.ranges.items()}

@@ -17,7 +17,7 @@ from xmla.core.call import (
     check_requests,
     tokens_a_request,
 )
-from xmla.core.formats.indexer import IndexerLayout
+from xmla.core.formats.indexer import UE8M0_DIMS, IndexerLayout
 from xmla.core.plan import Condition, Constants
 from xmla.core.values import LOGITS, Device, cdiv, larger, next_power_of_2, smaller
 
@@ -66,7 +66,10 @@ def _check_query(problem: Problem) -> None:
 def _check_contiguous(problem: Problem) -> None:
     """Rules of contiguous keys, whose dtype determines their format."""
     check_indexer_dim(problem)
-    layout = IndexerLayout(problem["D"], "mxfp4" if keys_are_mxfp4(problem) else "fp8")
+    form = key_format(problem)
+    if form == "fp8_ue8m0" and problem["D"] not in UE8M0_DIMS:
+        form = "fp8"
+    layout = IndexerLayout(problem["D"], form)
     if problem["ROW"] != layout.value_bytes:
         width = f"{layout.value_bytes} ({'D/2' if layout.format == 'mxfp4' else 'D'})"
         problem.refuse("keys", "axis ROW (axis 1)", problem["ROW"], f"{width} of {problem.specs['keys'].dtype}")
@@ -82,11 +85,17 @@ def check_selection(problem: Problem) -> None:
         problem.refuse("workspace_bytes", "value", problem.attrs.workspace_bytes, "at least 0")
 
 
-def keys_are_mxfp4(problem: Problem) -> bool:
-    """Whether the keys are MXFP4, from the cache's rows or from the dtype of contiguous keys."""
+def key_format(problem: Problem) -> str:
+    """The format of the keys: the cache's, or that of the dtypes of contiguous keys and their scales."""
     if problem.has("cache"):
-        return problem.formats["cache"].format == "mxfp4"
-    return problem.specs["keys"].dtype not in E4M3
+        return problem.formats["cache"].format
+    if problem.specs["keys"].dtype not in E4M3:
+        return "mxfp4"
+    return "fp8_ue8m0" if problem.specs["key_scales"].dtype == "int32" else "fp8"
+
+
+def keys_are_mxfp4(problem: Problem) -> bool:
+    return key_format(problem) == "mxfp4"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,23 +126,23 @@ class Query(Constants):
 class Keys(Constants):
     """Constants of every Triton kernel that multiplies keys, except their addresses."""
 
-    MXFP4: bool
+    FORMAT: str  # of INDEXER_FORMATS, or "16-bit"
     HIDE_BYTES: bool  # lang.numbers.hidden
     HOPPER_SUMS: bool  # lang.indexer.head_scores
     RUN: int  # lang.indexer.heads_of_tile
 
     @classmethod
     def of(cls, problem: Problem, device: Device) -> "Keys":
-        mxfp4 = keys_are_mxfp4(problem)
+        form, mxfp4 = key_format(problem), keys_are_mxfp4(problem)
         # Rows of a product are keys; with tensor memory tiles have 64 or more.
         hide = (mxfp4 or not device.converts_e4m3) and device.hides_bytes(64)
         # Eight warps divide tiles of MXFP4, often into four parts along the heads, four those of fp8 into two.
-        return cls(MXFP4=mxfp4, HIDE_BYTES=hide, **_order_of_sums(problem, device, 32 if mxfp4 else 16, divided=mxfp4))
+        return cls(FORMAT=form, HIDE_BYTES=hide, **_order_of_sums(problem, device, 32 if mxfp4 else 16, divided=mxfp4))
 
     @classmethod
     def plain(cls, problem: Problem, device: Device) -> "Keys":
         """Constants for 16-bit keys, which eight warps multiply."""
-        return cls(MXFP4=False, HIDE_BYTES=False, **_order_of_sums(problem, device, 32))
+        return cls(FORMAT="16-bit", HIDE_BYTES=False, **_order_of_sums(problem, device, 32))
 
 
 def _order_of_sums(problem: Problem, device: Device, run: int, divided: bool = False) -> dict[str, Any]:
@@ -188,6 +197,10 @@ def group_tokens(problem: Problem, max_rows: int) -> Grouping:
     return Grouping(next_n, block_i, group, groups_a_request, problem["T"] // next_n * groups_a_request)
 
 
+def _has_ue8m0(problem: Problem) -> bool:
+    return key_format(problem) == "fp8_ue8m0"
+
+
 def _between_rows(problem: Problem, device: Device) -> str | None:
     for name, axes in (("q8", (0, 1)), ("cache" if problem.has("cache") else "keys", (0,))):
         if not problem.specs[name].on_multiples(16, axes):
@@ -199,6 +212,7 @@ def _between_rows(problem: Problem, device: Device) -> str | None:
 SM90_CONDITIONS = (
     Condition("compute capability 9.0", lambda problem, device: None if device.arch == 90 else f"on {device.name}"),
     Condition("fp8 keys", lambda problem, device: "over MXFP4 keys" if keys_are_mxfp4(problem) else None),
+    Condition("float32 scales", lambda problem, device: "over keys with UE8M0 scales" if _has_ue8m0(problem) else None),
     Condition("rows on multiples of 16 bytes", _between_rows),
 )
 

@@ -34,10 +34,10 @@ def keep_in_rows(inputs: dict[str, np.ndarray], positions: np.ndarray) -> None:
         inputs[name].view(np.uint8).reshape(len(unread), -1)[unread] = POISON
 
 
-def keep_in_pages(inputs: dict[str, np.ndarray], positions: np.ndarray) -> None:
+def keep_in_pages(inputs: dict[str, np.ndarray], positions: np.ndarray, cache_format: str | None) -> None:
     """Put the keys at tokens' positions [T, columns] into a pool that holds no others."""
     cache, table = inputs["cache"], inputs["block_table"]
-    (layout,) = indexer_layouts(cache.shape[2], inputs["q8"].shape[2])
+    (layout,) = indexer_layouts(cache.shape[2], inputs["q8"].shape[2], cache_format)
     used = [np.empty(0, np.int64)]
     owners = requests_of(inputs, len(inputs["lengths"]), len(table))
     for owner, position in zip(owners, positions, strict=True):
@@ -59,12 +59,16 @@ def with_blocks(case: Case, blocks: int, granularity: int, twice: bool = False, 
         listed = inputs["blocks"] = some_blocks(rng, lengths, blocks, granularity)
         if twice:
             listed[:, 1::2] = listed[:, : blocks // 2 * 2 : 2]
-        keep = keep_in_pages if "cache" in inputs else keep_in_rows
-        keep(inputs, positions_of(listed, lengths, granularity))
+        positions = positions_of(listed, lengths, granularity)
+        if "cache" in inputs:
+            keep_in_pages(inputs, positions, case.attrs.get("cache_format"))
+        else:
+            keep_in_rows(inputs, positions)
         return inputs
 
     name = f"{case.name}-{blocks} of {granularity}{' twice' if twice else ''}"
-    return Case(name, make, {"granularity": granularity, **attrs})
+    named = {name: value for name, value in case.attrs.items() if name == "cache_format"}
+    return Case(name, make, {"granularity": granularity, **named, **attrs})
 
 
 CASES = (
@@ -75,4 +79,5 @@ CASES = (
     with_blocks(make_case(3, 64, 133, layout="mxfp4"), 6, 8),
     with_blocks(make_case(5, 32, 329, dim=64, layout="mxfp4", dtype=BF16), 1, 128),
     with_blocks(make_case(3, 32, 65), 5, 8, logits_dtype="bfloat16"),
+    with_blocks(make_case(5, 32, 131, layout="fp8_ue8m0"), 6, 8),
 )

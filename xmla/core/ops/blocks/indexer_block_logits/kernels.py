@@ -55,7 +55,7 @@ def indexer_block_logits_kernel(
         if tl.max(wanted.to(tl.int32)) > 0:
             key = start + position
             scale_ptrs = as_bytes(key_scales_ptr) + offset_of(key, 4)
-            keys, factors = load_keys(keys_ptr, offset_of(key, C.KEY_STRIDE), scale_ptrs, wanted, D, C.KEYS.MXFP4)
+            keys, factors = load_keys(keys_ptr, offset_of(key, C.KEY_STRIDE), scale_ptrs, wanted, D, C.KEYS.FORMAT)
             scores = head_scores(keys, q, weights, factors, 1, C.KEYS)  # [BLOCK_N, 1] f32
             tl.store(out, tl.where(wanted[:, None], scores, float("-inf")), mask=(column < num_columns)[:, None])
         else:
@@ -87,7 +87,7 @@ def indexer_block_logits_paged_kernel(
     QUERY: tl.constexpr = C.QUERY
     HEADS: tl.constexpr = QUERY.HEADS
     D: tl.constexpr = QUERY.D
-    MXFP4: tl.constexpr = C.KEYS.MXFP4
+    FORMAT: tl.constexpr = C.KEYS.FORMAT
     PAGE_STRIDE: tl.constexpr = C.PAGES.PAGE_STRIDE
     PAGE_SIZE: tl.constexpr = C.PAGES.PAGE_SIZE
     BLOCK_N: tl.constexpr = C.BLOCK_N
@@ -125,7 +125,7 @@ def indexer_block_logits_paged_kernel(
         out = out_row + column[:, None] + tl.arange(0, 1)[None, :]
         if tl.max(wanted.to(tl.int32)) > 0:
             page = tl.load(table_row + position // PAGE_SIZE, mask=wanted & (position < mapped), other=-1)
-            keys, factors, ok = load_page_keys(cache_ptr, page, position, num_pages, PAGE_STRIDE, PAGE_SIZE, D, MXFP4)
+            keys, factors, ok = load_page_keys(cache_ptr, page, position, num_pages, PAGE_STRIDE, PAGE_SIZE, D, FORMAT)
             scores = head_scores(keys, q, weights, factors, 1, C.KEYS)  # [BLOCK_N, 1] f32
             tl.store(out, tl.where(ok[:, None], scores, float("-inf")), mask=(column < num_columns)[:, None])
         else:

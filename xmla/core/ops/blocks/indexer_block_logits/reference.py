@@ -1,4 +1,5 @@
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -6,11 +7,11 @@ from xmla.core.ops.indexer.key_source import reference_logits
 
 
 def reference(
-    blocks: np.ndarray, *, granularity: int, logits_dtype: str = "float32", **arrays: np.ndarray
+    blocks: np.ndarray, *, granularity: int, logits_dtype: str = "float32", **logits_call: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """Reference of `indexer_block_logits`, also over pages: the logits of all keys, of which it takes the entries."""
-    dense, _ = reference_logits(arrays)
-    first, lengths = ranges(arrays)
+    dense, _ = reference_logits(logits_call)
+    first, lengths = ranges(logits_call)
     logits = np.full((len(blocks), blocks.shape[1] * granularity), -np.inf)
     widths = np.zeros(len(blocks), np.int32)
     for row, position in enumerate(positions_of(blocks, lengths, granularity)):
@@ -20,14 +21,14 @@ def reference(
     return logits, widths
 
 
-def ranges(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def ranges(call: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     """The first key of each token's range, and the number of its keys, of a call over ragged or paged keys."""
-    if "cache" in arrays:
-        lengths = np.clip(arrays["lengths"], 0, arrays["block_table"].shape[1] * arrays["cache"].shape[1])
+    if "cache" in call:
+        lengths = np.clip(call["lengths"], 0, call["block_table"].shape[1] * call["cache"].shape[1])
         return np.zeros_like(lengths), lengths
-    keys = len(arrays["keys"])
-    first = np.clip(arrays["starts"], 0, keys)
-    return first, np.maximum(np.clip(arrays["ends"], 0, keys) - first, 0)
+    keys = len(call["keys"])
+    first = np.clip(call["starts"], 0, keys)
+    return first, np.maximum(np.clip(call["ends"], 0, keys) - first, 0)
 
 
 def positions_of(blocks: np.ndarray, lengths: np.ndarray, granularity: int) -> np.ndarray:

@@ -9,7 +9,7 @@ from xmla.core.ops.indexer import indexer_logits_paged
 
 def indexer_block_logits_paged(
     q8, weights, cache, block_table, lengths, blocks, request_ids=None, *, granularity: int,
-    logits_dtype: str = "float32",
+    logits_dtype: str = "float32", cache_format: str | None = None,
 ) -> Any:  # fmt: skip
     """Lightning-indexer logits of the keys in each token's selected blocks alone, over the paged indexer cache.
 
@@ -23,6 +23,7 @@ def indexer_block_logits_paged(
         q8, weights, cache, block_table, lengths, blocks, request_ids, granularity: As in `indexer_block_topk_paged`.
         logits_dtype: "float32", or "bfloat16" for float32 logits that are rounded when they are written: half of the
             memory and of its traffic, and logits that differ by less than 2**-7 of their size may tie.
+        cache_format: As in `write_indexer_cache`.
 
     Returns:
         logits: [T, BLOCKS · g] in logits_dtype, every element written.

@@ -13,4 +13,5 @@ CASES = (
     ),
     with_blocks(make_case((66, 9), 53, next_n=3, heads=16), 9, 8),
     with_blocks(make_case((66, 9), 64, heads=16), 5, 8, logits_dtype="bfloat16"),
+    with_blocks(make_case((150, 3), 61, heads=32, layout="fp8_ue8m0"), 9, 8),
 )

@@ -8,7 +8,7 @@ from xmla.core.ops.blocks.indexer_block_topk_paged.cases import CASES
 
 def indexer_block_topk_paged(
     q8, weights, cache, block_table, lengths, blocks, request_ids=None, *, k: int, granularity: int,
-    workspace_bytes: int = 1 << 29,
+    workspace_bytes: int = 1 << 29, cache_format: str | None = None,
 ) -> Any:  # fmt: skip
     """The k keys of each token with the largest logits among the keys of its selected blocks, over the paged cache.
 
@@ -29,6 +29,7 @@ def indexer_block_topk_paged(
         k: K ≥ 1, as in `select_topk`.
         granularity: Keys of a block, a power of two up to 128.
         workspace_bytes: The most device memory to use besides the result: tokens are computed in parts that fit.
+        cache_format: As in `write_indexer_cache`.
 
     Returns:
         indices: [T, K] int32, positions within the request in the order of their columns, so ascending if the blocks

@@ -7,4 +7,5 @@ CASES = (
     with_blocks(make_case("few", (90, 0, 31), 61, 30, heads=64, dim=128), 3, 4, k=30),
     with_blocks(make_case("single", (300, 40), 53, 30, next_n=2), 77, 1, k=30),
     with_blocks(make_case("mxfp4", (350, 40), 61, 30, dim=64, layout="mxfp4"), 4, 64, k=30),
+    with_blocks(make_case("ue8m0", (150, 9), 64, 20, dim=128, layout="fp8_ue8m0"), 9, 8, k=20),
 )

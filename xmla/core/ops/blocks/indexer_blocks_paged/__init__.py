@@ -12,7 +12,7 @@ from xmla.core.plan import Implementation
 
 def indexer_blocks_paged(
     q8, weights, cache, block_table, lengths, request_ids=None, *, k: int, granularity: int, newest: int = 1,
-    workspace_bytes: int = 1 << 29,
+    workspace_bytes: int = 1 << 29, cache_format: str | None = None,
 ) -> Any:  # fmt: skip
     """The k blocks of each token's keys with the largest logits over the paged cache, in bounded memory (decode).
 
@@ -30,6 +30,7 @@ def indexer_blocks_paged(
         granularity: Keys of a block, a power of two up to 128. The last block may be incomplete.
         newest: Blocks at the end of a token's keys that are always selected, at most k.
         workspace_bytes: The most device memory to use besides the result.
+        cache_format: As in `write_indexer_cache`.
 
     Returns:
         indices: [T, K] int32, blocks within the request, ascending, −1 padded at the end. Of a token whose request id

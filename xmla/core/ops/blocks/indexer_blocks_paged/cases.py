@@ -12,4 +12,7 @@ CASES = (
     with_granularity(
         "parts-mxfp4", 8, 0, make_case("", (350, 40), 61, 12, dim=64, layout="mxfp4", workspace_bytes=12_000)
     ),
+    with_granularity(
+        "parts-ue8m0", 8, 1, make_case("", (350, 40), 61, 12, dim=128, layout="fp8_ue8m0", workspace_bytes=12_000)
+    ),
 )

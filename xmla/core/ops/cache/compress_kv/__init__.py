@@ -68,8 +68,8 @@ def compress_kv(
         request_ids: [T] int32, each token's row of the tables; a token with an id outside [0, B) is skipped. Without it
             T is a multiple of B and every request has T / B adjacent tokens.
         eps: Added to the mean square.
-        cache_format, scale_floor: As in `write_mla_cache`. "amax" is the rule of V4's own writers; indexer keys always
-            follow it.
+        cache_format: As in `write_mla_cache`, or for keys of `write_indexer_cache` as there.
+        scale_floor: As in `write_mla_cache`. "amax" is the rule of V4's own writers; indexer keys always follow it.
 
     Raises:
         ArgumentError: A dtype, rank, axis, stride or attribute is wrong; T is not a multiple of B.
@@ -110,10 +110,7 @@ def entry_format(problem: Problem, cache: str) -> Format:
         problem.refuse("norm_weight", "axis D (axis 0)", problem["D"], "512, 128, 64 or 32")
     if problem.specs[cache].dtype not in BYTES:
         problem.refuse(cache, "dtype", problem.specs[cache].dtype, " or ".join(BYTES))
-    keys = indexer_format(problem, cache)
-    if problem.attrs.cache_format is not None:
-        problem.refuse("cache_format", "value", repr(problem.attrs.cache_format), f"None with D = {problem['D']}")
-    return keys
+    return indexer_format(problem, cache)
 
 
 def check(problem: Problem) -> None:

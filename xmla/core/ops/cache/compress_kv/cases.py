@@ -3,7 +3,7 @@ import numpy as np
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import PLAIN_V4, V4, V41, V41_FOOTER, V41_FP4, V41_FP4_FOOTER, MlaLayout
 from xmla.core.op import Case
-from xmla.core.ops.cases import BF16, empty_pages, normal
+from xmla.core.ops.cases import BF16, empty_pages, naming, normal
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 
@@ -68,7 +68,8 @@ def make_case(
     name = layout.name if isinstance(layout, MlaLayout) else f"keys{dim}-{layout.format}"
     kind = "ring" if ring else "pages"
     least = "" if known is None else f"-angles{known}"
-    return Case(f"{name}-b{len(starts)}-new{new}-ratio{ratio}-page{entries}-{kind}{least}", make, attrs)
+    named = naming(layout) if isinstance(layout, IndexerLayout) else {}
+    return Case(f"{name}-b{len(starts)}-new{new}-ratio{ratio}-page{entries}-{kind}{least}", make, named | attrs)
 
 
 CASES = (
@@ -85,4 +86,5 @@ CASES = (
     make_case((2, 1), 3, 2, PLAIN_V4, 53, 1, dtype=F32, padding=8),
     make_case((1,), 7, 4, V4, 3, 4, known=4),
     make_case((3, 17), 7, 4, IndexerLayout(64), 5, 4, rope=32, known=20),
+    make_case((5, 2), 7, 4, IndexerLayout(128, "fp8_ue8m0"), 3, 4),
 )

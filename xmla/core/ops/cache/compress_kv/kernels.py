@@ -181,8 +181,8 @@ def finish_entry(x, number, entry, page, norm_weight_ptr, cos_sin_ptr, cache_ptr
         no_tail = tl.zeros([1, TAIL_LANES], tl.float32)
         store_entries(cache_ptr, slot, ok, x[None, :], no_tail, C.LAYOUT, C.PAGE_STRIDE, C.PAGE_SIZE, C.MIN_EXPONENT)
     else:
-        MXFP4: tl.constexpr = C.LAYOUT.format == "mxfp4"
-        store_keys(cache_ptr, slot, ok, x[None, :], MXFP4, C.PAGE_STRIDE, C.PAGE_SIZE, C.MIN_EXPONENT)
+        FORMAT: tl.constexpr = C.LAYOUT.format
+        store_keys(cache_ptr, slot, ok, x[None, :], FORMAT, C.PAGE_STRIDE, C.PAGE_SIZE, C.MIN_EXPONENT)
 
 
 @triton.jit

@@ -35,7 +35,7 @@ def reference(
         return ()
     values = np.stack(entries).astype(np.float32)
     if dim != 512:
-        (keys,) = indexer_layouts(cache.shape[2], dim)
+        (keys,) = indexer_layouts(cache.shape[2], dim, cache_format)
         keys.scatter(cache, np.array(slots), *keys.quantize(values))
     else:
         (mla,) = mla_layouts(Spec.of_numpy(cache), cache_format)

@@ -12,7 +12,7 @@ from xmla.core.plan import Implementation
 def convert_indexer_cache(
     source, source_slots, slots, cache, *, source_format: str | None = None, cache_format: str | None = None
 ) -> Any:
-    """Copy indexer keys from one paged cache to another of either format with the same dims, in place.
+    """Copy indexer keys from one paged cache to another of any format with the same dims, in place.
 
         cache[slots[t]] = what write_indexer_cache stores of the float32 key that source[source_slots[t]] stands for
 
@@ -25,7 +25,8 @@ def convert_indexer_cache(
             out of range. Valid slots must be distinct.
         cache: [P, R, ROW], updated in place, in other memory than `source`; only the entries named by `slots` are
             touched.
-        source_format, cache_format: "fp8" or "mxfp4". Needed if SOURCE_ROW and ROW do not determine the dims.
+        source_format, cache_format: "fp8" or "mxfp4", needed if SOURCE_ROW and ROW do not determine the dims; or
+            "fp8_ue8m0".
 
     Raises:
         ArgumentError: A dtype, rank, axis, stride or attribute is wrong; the caches hold different dims; the rows fit

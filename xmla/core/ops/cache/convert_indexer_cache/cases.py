@@ -2,7 +2,7 @@ import numpy as np
 
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.op import Case
-from xmla.core.ops.cases import empty_pages, indexer_pool
+from xmla.core.ops.cases import empty_pages, indexer_pool, naming
 
 
 def _case(
@@ -21,7 +21,8 @@ def _case(
         cache = empty_pages(pages, pages_of, layout.row, np.dtype(np.uint8), padding)
         return {"source": source, "source_slots": source_slots, "slots": slots, "cache": cache}
 
-    return Case(f"d{dim}-{formats[0]}-page{entries}-to-{formats[1]}-page{pages_of}", make, attrs)
+    named = naming(origin, "source_format") | naming(layout)
+    return Case(f"d{dim}-{formats[0]}-page{entries}-to-{formats[1]}-page{pages_of}", make, named | attrs)
 
 
 CASES = (
@@ -34,4 +35,6 @@ CASES = (
     _case(6, 128, ("fp8", "fp8"), 64, 2, padding=132),
     _case(7, 64, ("fp8", "fp8"), 3, 64, source_format="fp8"),
     _case(7, 128, ("mxfp4", "mxfp4"), 5, 64, cache_format="mxfp4"),
+    _case(11, 128, ("fp8_ue8m0", "fp8"), 3, 64),
+    _case(11, 128, ("mxfp4", "fp8_ue8m0"), 64, 3),
 )

@@ -17,11 +17,11 @@ def convert_indexer_cache_kernel(
     SOURCE_SLOT_STRIDE: tl.constexpr,
     SOURCE_PAGE_STRIDE: tl.constexpr,
     SOURCE_PAGE_SIZE: tl.constexpr,
-    SOURCE_MXFP4: tl.constexpr,
+    SOURCE_FORMAT: tl.constexpr,
     SLOT_STRIDE: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    MXFP4: tl.constexpr,
+    FORMAT: tl.constexpr,
     D: tl.constexpr,
     MIN_EXPONENT: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -33,7 +33,7 @@ def convert_indexer_cache_kernel(
     page = tl.where(ok, source_slot // SOURCE_PAGE_SIZE, -1)
     keys, factors, _ = load_page_keys(
         source_ptr, page, source_slot, num_source_slots // SOURCE_PAGE_SIZE, SOURCE_PAGE_STRIDE, SOURCE_PAGE_SIZE, D,
-        SOURCE_MXFP4,
+        SOURCE_FORMAT,
     )  # fmt: skip
     x = keys.to(tl.float32) * factors[:, None]  # [BLOCK_T, D]
-    store_keys(cache_ptr, slot, ok, x, MXFP4, PAGE_STRIDE, PAGE_SIZE, MIN_EXPONENT)
+    store_keys(cache_ptr, slot, ok, x, FORMAT, PAGE_STRIDE, PAGE_SIZE, MIN_EXPONENT)

@@ -15,7 +15,8 @@ from xmla.core.values import ENTRIES_E2M1, ENTRIES_E4M3, Tolerance
 
 
 def pool_keys(
-    keys, gates, ape, positions, state, state_table, cache, block_table, request_ids=None
+    keys, gates, ape, positions, state, state_table, cache, block_table, request_ids=None, *,
+    cache_format: str | None = None,
 ) -> Any:  # fmt: skip
     """GLM-5.3-Flash's pooled indexer keys: store each token's state and write the keys that tokens complete, in place.
 
@@ -44,6 +45,7 @@ def pool_keys(
         block_table: [B, M] int32, page ids of `cache`: key j is on page block_table[b, j div R].
         request_ids: [T] int32, each token's row of the tables; a token with an id outside [0, B) is skipped. Without it
             T is a multiple of B and every request has T / B adjacent tokens.
+        cache_format: As in `write_indexer_cache`.
 
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; T is not a multiple of B.
@@ -71,7 +73,7 @@ def check(problem: Problem) -> None:
 
 
 def stored_keys(cache: np.ndarray, arrays: Arrays, attrs: Mapping[str, Any]) -> np.ndarray:
-    return stored_values(cache, arrays["keys"].shape[1], None)
+    return stored_values(cache, arrays["keys"].shape[1], attrs.get("cache_format"))
 
 
 def key_agreement(cache: np.ndarray, arrays: Arrays, attrs: Mapping[str, Any]) -> Tolerance:
@@ -94,7 +96,7 @@ OP = Op(
         "positions": Tensor("T", INDEX),
         "state": Tensor("STATE_P STATE_R 2·D", F32),
         "state_table": Tensor("B STATE_M", INDEX, index_of="STATE_P"),
-        "cache": Tensor("P R ROW", BYTES, format=indexer_format),
+        "cache": Tensor("P R ROW", BYTES, format=indexer_format, format_attribute="cache_format"),
         "block_table": Tensor("B M", INDEX, index_of="P"),
         "request_ids": Tensor("T", INDEX, index_of="B"),
     },

@@ -17,7 +17,7 @@ def _case(*args: Any, **attrs: Any) -> Case:
         inputs = case.make(rng)
         return {NAMES.get(n, n): array for n, array in inputs.items() if n not in ("norm_weight", "cos_sin")}
 
-    return Case(case.name, make)
+    return Case(case.name, make, {name: value for name, value in case.attrs.items() if name == "cache_format"})
 
 
 CASES = (
@@ -26,4 +26,5 @@ CASES = (
     _case((30, 17), 7, 4, IndexerLayout(64), 5, 4, dtype=F16, ring=True),
     _case((5, 2), 7, 3, IndexerLayout(32, "mxfp4"), 3, 4, dtype=F32, padding=8),
     _case((3,), 2, 1, IndexerLayout(128, "mxfp4"), 64, 1),
+    _case((6, 1), 3, 2, IndexerLayout(128, "fp8_ue8m0"), 2, 3),
 )

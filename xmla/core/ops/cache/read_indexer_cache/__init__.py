@@ -1,7 +1,7 @@
 from typing import Any
 
 from xmla.core.call import BYTES, INDEXER_ALIGNMENT, Problem, Result, Tensor, check_indexer_format_name, entries_once
-from xmla.core.formats.indexer import IndexerLayout, indexer_layouts
+from xmla.core.formats.indexer import IndexerLayout, indexer_layouts, indexer_rows
 from xmla.core.op import Op
 from xmla.core.ops.cache.read_indexer_cache.cases import CASES
 from xmla.core.ops.cache.read_indexer_cache.plan import plan
@@ -12,7 +12,7 @@ from xmla.core.plan import Implementation
 def read_indexer_cache(cache, slots, *, cache_format: str | None = None) -> Any:
     """Gather indexer keys from the paged cache, still quantised, as `indexer_logits` takes them.
 
-        fp8:    key = keys · key_scales
+        fp8:    key = keys · key_scales, or · 2 ** (each byte of key_scales − 127) (fp8_ue8m0)
         mxfp4:  key = e2m1(keys) · 2 ** (byte d/32 of key_scales − 127) for dim d
 
     Args:
@@ -20,12 +20,12 @@ def read_indexer_cache(cache, slots, *, cache_format: str | None = None) -> Any:
             (fp8) or D/2+4 (mxfp4), D = 32, 64 or 128. Any page size, pages start on multiples of 4 bytes.
         slots: [T] int32 or int64, page · R + offset. A slot outside [0, P·R) gives a key and scales of zero bytes.
             Entries that no slot names are never read.
-        cache_format: "fp8" or "mxfp4". Needed if ROW is 36 or 68, which both formats have.
+        cache_format: "fp8" or "mxfp4", needed if ROW is 36 or 68, which both formats have; or "fp8_ue8m0".
 
     Returns:
         keys: [T, D] float8_e4m3fn, or [T, D/2] uint8, two dims per byte, the even one in the low nibble.
         key_scales: [T] float32, or [T] int32, one UE8M0 byte per block of 32 dims, the first block in the lowest byte:
-            one word per row, as DeepGEMM takes them.
+            one word per row, as DeepGEMM takes them. fp8_ue8m0: [T] int32, the scale's UE8M0 byte four times.
 
     Raises:
         ArgumentError: A dtype, rank, axis or stride is wrong; both formats have rows of ROW bytes and none is given.
@@ -44,9 +44,7 @@ def row_format(problem: Problem, cache: str) -> IndexerLayout:
     row, name = problem["ROW"], problem.attrs.cache_format
     found = indexer_layouts(row, form=name)
     if not found:
-        expected = {None: "36, 68 or 132 (fp8: D + 4) or 20, 36 or 68 (mxfp4: D/2 + 4)",
-                    "fp8": "36, 68 or 132 (fp8: D + 4)", "mxfp4": "20, 36 or 68 (mxfp4: D/2 + 4)"}[name]  # fmt: skip
-        problem.refuse(cache, "axis ROW (axis 2)", row, expected)
+        problem.refuse(cache, "axis ROW (axis 2)", row, indexer_rows(form=name))
     if len(found) > 1:
         choices = " or ".join(f"{layout.format!r} (D {layout.dim})" for layout in found)
         problem.refuse("cache_format", "value", None, f"{choices}: rows of {row} bytes are those of both")

@@ -25,4 +25,5 @@ CASES = (
     _case(19, 64, padding=68, layout="mxfp4"),
     _case(37, 61, dim=64, padding=4, layout="mxfp4"),
     _case(21, 2, dim=32, layout="mxfp4"),
+    _case(17, 3, layout="fp8_ue8m0"),
 )

@@ -2,7 +2,7 @@ import numpy as np
 
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.op import Case
-from xmla.core.ops.cases import BF16, empty_pages
+from xmla.core.ops.cases import BF16, empty_pages, naming
 
 F32 = np.dtype(np.float32)
 
@@ -24,7 +24,8 @@ def _case(
         cache = empty_pages(pages, entries, IndexerLayout(dim, layout).row, np.dtype(np.uint8), padding)
         return {"keys": keys.astype(dtype), "slots": slots, "cache": cache}
 
-    return Case(f"{layout}-t{tokens}-page{entries}-d{dim}-{np.dtype(dtype).name}-pad{padding}", make)
+    name = f"{layout}-t{tokens}-page{entries}-d{dim}-{np.dtype(dtype).name}-pad{padding}"
+    return Case(name, make, naming(IndexerLayout(dim, layout)))
 
 
 CASES = (
@@ -35,4 +36,5 @@ CASES = (
     _case(33, 64, layout="mxfp4", padding=68),
     _case(37, 61, dim=64, dtype=F32, padding=4, layout="mxfp4"),
     _case(21, 2, dim=32, layout="mxfp4"),
+    _case(19, 3, layout="fp8_ue8m0", padding=4),
 )

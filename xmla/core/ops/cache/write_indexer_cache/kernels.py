@@ -15,7 +15,7 @@ def write_keys(program, keys_ptr, slots_ptr, cache_ptr, num_tokens, num_slots, C
     ok = (slot >= 0) & (slot < num_slots)
     offs_d = tl.arange(0, D)[None, :]
     x = tl.load(keys_ptr + offset_of(token[:, None], C.KEY_STRIDE) + offs_d, mask=ok[:, None], other=0.0)
-    store_keys(cache_ptr, slot, ok, x.to(tl.float32), C.MXFP4, C.PAGE_STRIDE, C.PAGE_SIZE, C.MIN_EXPONENT)
+    store_keys(cache_ptr, slot, ok, x.to(tl.float32), C.FORMAT, C.PAGE_STRIDE, C.PAGE_SIZE, C.MIN_EXPONENT)
 
 
 @triton.jit

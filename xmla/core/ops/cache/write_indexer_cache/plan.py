@@ -17,7 +17,7 @@ class CachedKeys(Constants):
     PAGE_STRIDE: int
     PAGE_SIZE: int
     D: int
-    MXFP4: bool
+    FORMAT: str
     MIN_EXPONENT: int
     BLOCK_T: int  # tokens of a program
 
@@ -30,7 +30,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         PAGE_STRIDE=specs["cache"].stride(0),
         PAGE_SIZE=problem.page_size(),
         D=problem["D"],
-        MXFP4=layout.format == "mxfp4",
+        FORMAT=layout.format,
         MIN_EXPONENT=layout.min_exponent,
         BLOCK_T=BLOCK_T,
     )

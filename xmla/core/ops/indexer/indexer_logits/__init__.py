@@ -23,8 +23,9 @@ def indexer_logits(q8, weights, keys, key_scales, starts, ends, *, logits_dtype:
         weights: [T, I] float32, scales of q folded in. May be negative.
         keys: The keys of all requests, one request after another (`read_indexer_cache`). fp8: [N, D] float8_e4m3fn.
             MXFP4: [N, D/2] uint8 or int8, two e2m1 per byte, the even dim in the low nibble.
-        key_scales: fp8: [N] float32, any values, which multiply the logit. MXFP4: [N] int32, one UE8M0 byte per block
-            of 32 dims, the first block in the lowest byte.
+        key_scales: fp8: [N] float32, any values, which multiply the logit; or with D = 128 [N] int32, a UE8M0 byte four
+            times ("fp8_ue8m0" of `read_indexer_cache`). MXFP4: [N] int32, one UE8M0 byte per block of 32 dims, the
+            first block in the lowest byte.
         starts, ends: [T] int32, clamped to [0, N]; ends ≤ starts is an empty row. Keys outside every row's range do
             not influence the result.
         logits_dtype: "float32", or "bfloat16" for float32 logits that are rounded when they are written: half of the
@@ -87,6 +88,7 @@ def batch(xp: Any, call: Callable[..., Any], arrays: Mapping[str, Any], attrs: A
         },
         max_len=count,
         logits_dtype=attrs.logits_dtype,
+        cache_format="fp8_ue8m0" if scales.dtype == xp.int32 and keys.shape[2] == flat["q8"].shape[2] else None,
     )
     column = xp.arange(count, dtype=xp.int32)
     seen = (column >= arrays["starts"][..., None]) & (column < arrays["ends"][..., None])

@@ -51,4 +51,5 @@ CASES = (
     make_case(4, 3, 31, dim=32, layout="mxfp4"),
     in_bfloat16(make_case(19, 32, 131)),
     in_bfloat16(make_case(3, 64, 67, layout="mxfp4")),
+    make_case(5, 32, 131, layout="fp8_ue8m0"),
 )

@@ -50,7 +50,7 @@ def indexer_logits_kernel(
         wanted = in_keys & (offs_n >= tl.min(start)) & (offs_n < tl.max(end))
         key_row = offset_of(offs_n, C.KEY_STRIDE)
         scale_ptrs = as_bytes(key_scales_ptr) + offset_of(offs_n, 4)
-        keys, factors = load_keys(keys_ptr, key_row, scale_ptrs, wanted, D, C.KEYS.MXFP4)
+        keys, factors = load_keys(keys_ptr, key_row, scale_ptrs, wanted, D, C.KEYS.FORMAT)
         offs_d = tl.arange(0, D)
         offs_g = tl.arange(0, GROUP)
         member, head = heads_of_tile(GROUP, BLOCK_I, C.KEYS.RUN)  # of each row of q

@@ -14,7 +14,8 @@ def reference(
     logits_dtype: str = "float32",
 ) -> tuple[np.ndarray]:
     """Reference of `indexer_logits`, in float64 whatever `logits_dtype`."""
-    layout = IndexerLayout(q8.shape[2], "mxfp4" if key_scales.dtype == np.int32 else "fp8")
+    scaled = "mxfp4" if keys.shape[1] < q8.shape[2] else "fp8_ue8m0"
+    layout = IndexerLayout(q8.shape[2], scaled if key_scales.dtype == np.int32 else "fp8")
     logits = np.full((len(q8), len(keys)), -np.inf)
     for token, (start, end) in enumerate(zip(np.maximum(starts, 0), np.minimum(ends, len(keys)), strict=True)):
         if start < end:

@@ -13,7 +13,7 @@ from xmla.core.ops.indexer.shared import QUERY, check_keys, check_logits_dtype, 
 
 def indexer_logits_paged(
     q8, weights, cache, block_table, lengths, request_ids=None, *, max_len: int | None = None,
-    logits_dtype: str = "float32",
+    logits_dtype: str = "float32", cache_format: str | None = None,
 ) -> Any:  # fmt: skip
     """Lightning-indexer logits of flat query tokens over the paged indexer cache (decode, any number of tokens each).
 
@@ -34,6 +34,7 @@ def indexer_logits_paged(
         max_len: Columns of the result, default M · R.
         logits_dtype: "float32", or "bfloat16" for float32 logits that are rounded when they are written: half of the
             memory and of its traffic, and logits that differ by less than 2**-7 of their size may tie.
+        cache_format: As in `write_indexer_cache`.
 
     Returns:
         logits: [T, max_len] in logits_dtype. Columns at or past a token's length are not written: read only columns
@@ -69,7 +70,7 @@ OP = Op(
     tensors={
         "q8": QUERY,
         "weights": Tensor("T I", F32),
-        "cache": Tensor("P R ROW", BYTES, format=indexer_format),
+        "cache": Tensor("P R ROW", BYTES, format=indexer_format, format_attribute="cache_format"),
         "block_table": Tensor("B M", INDEX, index_of="P"),
         "lengths": Tensor("T", INDEX),
         "request_ids": Tensor("T", INDEX, index_of="B"),

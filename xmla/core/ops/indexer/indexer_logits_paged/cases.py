@@ -2,7 +2,7 @@ import numpy as np
 
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.op import Case
-from xmla.core.ops.cases import BF16, block_tables, indexer_pool, row_lengths, slots_of
+from xmla.core.ops.cases import BF16, block_tables, indexer_pool, naming, row_lengths, slots_of
 from xmla.core.ops.indexer.indexer_logits.cases import E4M3, in_bfloat16, query
 
 
@@ -38,7 +38,7 @@ def make_case(
 
     kind = "ids" if shuffled else f"next{next_n}"
     name = f"{layout}-b{len(contexts)}-{kind}-page{entries}-i{heads}-d{dim}-max{max(contexts)}-q {dtype.name}"
-    return Case(name, make, {"max_len": max_len})
+    return Case(name, make, {"max_len": max_len, **naming(IndexerLayout(dim, layout))})
 
 
 CASES = (
@@ -53,4 +53,5 @@ CASES = (
     make_case((66, 9), 2, next_n=2, heads=7, dim=32, shuffled=True, layout="mxfp4"),
     in_bfloat16(make_case((150, 5), 64, next_n=2, heads=32)),
     in_bfloat16(make_case((66, 9), 61, heads=7, dim=32, layout="mxfp4", max_len=71)),
+    make_case((70, 131), 61, next_n=2, heads=32, padding=4, layout="fp8_ue8m0"),
 )

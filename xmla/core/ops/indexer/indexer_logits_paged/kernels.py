@@ -43,7 +43,7 @@ def indexer_logits_paged_kernel(
     HEADS: tl.constexpr = QUERY.HEADS
     D: tl.constexpr = QUERY.D
     BLOCK_I: tl.constexpr = QUERY.BLOCK_I
-    MXFP4: tl.constexpr = C.KEYS.MXFP4
+    FORMAT: tl.constexpr = C.KEYS.FORMAT
     PAGE_STRIDE: tl.constexpr = C.PAGES.PAGE_STRIDE
     PAGE_SIZE: tl.constexpr = C.PAGES.PAGE_SIZE
     GROUP: tl.constexpr = C.GROUP
@@ -111,7 +111,7 @@ def indexer_logits_paged_kernel(
                 key = (first_tile + tile) * BLOCK_N + tl.arange(0, BLOCK_N)
                 page = coming
                 coming = load_pages(table_row, key + BLOCK_N, mapped, PAGE_SIZE)
-                keys, factors, ok = load_page_keys(cache_ptr, page, key, num_pages, PAGE_STRIDE, PAGE_SIZE, D, MXFP4)
+                keys, factors, ok = load_page_keys(cache_ptr, page, key, num_pages, PAGE_STRIDE, PAGE_SIZE, D, FORMAT)
                 scores = head_scores(keys, q, weights, factors, GROUP, C.KEYS)  # [BLOCK_N, GROUP] f32
                 scores = tl.where(ok[:, None], scores, float("-inf"))
                 tl.store(logits_ptr + out_row + key[:, None], scores, mask=key[:, None] < length[None, :])

@@ -14,9 +14,10 @@ def reference(
     *,
     max_len: int | None = None,
     logits_dtype: str = "float32",
+    cache_format: str | None = None,
 ) -> tuple[np.ndarray]:
     """Reference of `indexer_logits_paged`, in float64 whatever `logits_dtype`; NaN where nothing is written."""
-    (layout,) = indexer_layouts(cache.shape[2], q8.shape[2])
+    (layout,) = indexer_layouts(cache.shape[2], q8.shape[2], cache_format)
     pages, entries, _ = cache.shape
     requests, width = block_table.shape
     columns = width * entries if max_len is None else max_len

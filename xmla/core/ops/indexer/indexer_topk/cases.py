@@ -1,7 +1,7 @@
 import ml_dtypes
 import numpy as np
 
-from xmla.core.formats.indexer import IndexerLayout
+from xmla.core.formats.indexer import IndexerLayout, ue8m0_words
 from xmla.core.formats.numbers import NAN_SCALE
 from xmla.core.op import Case
 
@@ -23,6 +23,8 @@ def exact_keys(rng: np.random.Generator, layout: IndexerLayout, count: int) -> t
     values, scales = keys.astype(E4M3), np.ldexp(np.float32(1), rng.integers(-3, 1, count)).astype(np.float32)
     if layout.format == "mxfp4":
         values, scales = layout.quantize(keys)
+    if layout.format == "fp8_ue8m0":
+        scales = ue8m0_words(scales)
     scales[rng.integers(0, count, 3)] = np.nan if layout.format == "fp8" else NAN_SCALE
     return values, scales
 
@@ -66,4 +68,6 @@ CASES = (
     ),  # of 64 and 6 tokens: none has fewer than 64 but the last
     make_case("bounded-mxfp4", 4, 4, 2600, 20, layout="mxfp4", workspace_bytes=74_000),
     make_case("all-selected", 5, 4, 60, 64, workspace_bytes=0),
+    make_case("ue8m0", 5, 4, 300, 20, dim=128, layout="fp8_ue8m0"),
+    make_case("bounded-ue8m0", 4, 4, 2600, 20, dim=128, layout="fp8_ue8m0", workspace_bytes=74_000),
 )

@@ -150,7 +150,7 @@ def indexer_topk_kernel(
                 key = block_key + tile * BLOCK_N + offs_n
                 key_row = offset_of(key, C.KEY_STRIDE)
                 scale_ptrs = as_bytes(key_scales_ptr) + offset_of(key, 4)
-                keys, factors = load_keys(keys_ptr, key_row, scale_ptrs, key < last_key, D, C.KEYS.MXFP4)
+                keys, factors = load_keys(keys_ptr, key_row, scale_ptrs, key < last_key, D, C.KEYS.FORMAT)
                 scores = head_scores(keys, q, weights, factors, GROUP, C.KEYS)  # [BLOCK_N, GROUP] f32
                 tl.store(
                     scores_out + tile * BLOCK_N + offs_n[:, None] + offset_of(member[None, :], BLOCK, GROUP), scores

@@ -10,8 +10,9 @@ from xmla.core.plan import Implementation
 
 
 def indexer_topk_paged(
-    q8, weights, cache, block_table, lengths, request_ids=None, *, k: int, workspace_bytes: int = 1 << 29
-) -> Any:
+    q8, weights, cache, block_table, lengths, request_ids=None, *, k: int, workspace_bytes: int = 1 << 29,
+    cache_format: str | None = None,
+) -> Any:  # fmt: skip
     """The k keys of each token with the largest logits over the paged indexer cache, in bounded memory (decode).
 
         indices = select_topk(indexer_logits_paged(q8, weights, cache, block_table, lengths, request_ids), lengths, k=k)
@@ -23,6 +24,7 @@ def indexer_topk_paged(
         q8, weights, cache, block_table, lengths, request_ids: As in `indexer_logits_paged`.
         k: K ≥ 1, as in `select_topk`; at most 8192 if the logits do not fit.
         workspace_bytes: The most device memory to use besides the result.
+        cache_format: As in `write_indexer_cache`.
 
     Returns:
         indices: [T, K] int32, positions within the request, ascending, −1 padded at the end. Of a token whose request

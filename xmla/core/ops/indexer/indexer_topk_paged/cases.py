@@ -2,7 +2,7 @@ import numpy as np
 
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.op import Case
-from xmla.core.ops.cases import block_tables, empty_pages, row_lengths, slots_of
+from xmla.core.ops.cases import block_tables, empty_pages, naming, row_lengths, slots_of
 from xmla.core.ops.indexer.indexer_logits_paged.cases import interleave
 from xmla.core.ops.indexer.indexer_topk.cases import exact_keys, exact_query
 
@@ -29,7 +29,7 @@ def make_case(
             interleave(rng, inputs, next_n)
         return inputs
 
-    return Case(name, make, {"k": k, **attrs})
+    return Case(name, make, {"k": k, **naming(IndexerLayout(dim, layout)), **attrs})
 
 
 CASES = (
@@ -41,4 +41,6 @@ CASES = (
     make_case("bounded-next3", (2900, 0, 131), 64, 50, next_n=3, heads=64, dim=128, workspace_bytes=175_000),
     make_case("bounded-mxfp4", (3500, 40), 61, 30, dim=64, layout="mxfp4", workspace_bytes=38_000),
     make_case("all-selected-ids", (40, 9), 16, 64, next_n=2, shuffled=True, workspace_bytes=0),
+    make_case("ue8m0", (150, 9), 64, 20, dim=128, layout="fp8_ue8m0"),
+    make_case("bounded-ue8m0", (3500, 40), 61, 30, dim=128, layout="fp8_ue8m0", workspace_bytes=38_000),
 )

@@ -30,7 +30,7 @@ def indexer_topk_paged_kernel(
     HEADS: tl.constexpr = QUERY.HEADS
     D: tl.constexpr = QUERY.D
     BLOCK_I: tl.constexpr = QUERY.BLOCK_I
-    MXFP4: tl.constexpr = C.KEYS.MXFP4
+    FORMAT: tl.constexpr = C.KEYS.FORMAT
     PAGE_STRIDE: tl.constexpr = C.PAGES.PAGE_STRIDE
     PAGE_SIZE: tl.constexpr = C.PAGES.PAGE_SIZE
     K: tl.constexpr = C.K
@@ -75,7 +75,7 @@ def indexer_topk_paged_kernel(
         for tile in tl.range(0, tl.cdiv(tl.minimum(BLOCK, reach - block_key), BLOCK_N)):
             key = block_key + tile * BLOCK_N + offs_n
             page = load_pages(table_row, key, mapped, PAGE_SIZE)
-            keys, factors, ok = load_page_keys(cache_ptr, page, key, num_pages, PAGE_STRIDE, PAGE_SIZE, D, MXFP4)
+            keys, factors, ok = load_page_keys(cache_ptr, page, key, num_pages, PAGE_STRIDE, PAGE_SIZE, D, FORMAT)
             scores = head_scores(keys, q, weights, factors, GROUP, C.KEYS)  # [BLOCK_N, GROUP] f32
             scores = tl.where(ok[:, None], scores, float("-inf"))
             tl.store(scores_out + tile * BLOCK_N + offs_n[:, None] + offset_of(member[None, :], BLOCK, GROUP), scores)

@@ -1,7 +1,7 @@
 from typing import Any
 
 from xmla.core.call import FLOATS, Problem, Result, Tensor, check_indexer_dim
-from xmla.core.formats.indexer import INDEXER_FORMATS, IndexerLayout
+from xmla.core.formats.indexer import QUERY_FORMATS, IndexerLayout
 from xmla.core.op import Op
 from xmla.core.ops.indexer.quantize_indexer_query.cases import CASES
 from xmla.core.ops.indexer.quantize_indexer_query.plan import plan
@@ -47,8 +47,8 @@ def quantize_indexer_query(q, weights, *, scale: float | None = None, format: st
 
 def check(problem: Problem) -> None:
     check_indexer_dim(problem)
-    if problem.attrs.format not in INDEXER_FORMATS:
-        problem.refuse("format", "value", repr(problem.attrs.format), " or ".join(map(repr, INDEXER_FORMATS)))
+    if problem.attrs.format not in QUERY_FORMATS:
+        problem.refuse("format", "value", repr(problem.attrs.format), " or ".join(map(repr, QUERY_FORMATS)))
     check_heads(problem, "q")
 
 

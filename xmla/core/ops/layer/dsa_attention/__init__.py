@@ -33,7 +33,7 @@ from xmla.core.values import Selection
 def dsa_attention(
     q, index_q, index_weights, mla_cache, indexer_cache, block_table, lengths, request_ids=None, sink=None, *,
     k: int, softmax_scale: float, index_scale: float | None = None, mla_cache_format: str | None = None,
-    workspace_bytes: int = 1 << 29, batch_invariant: bool = False,
+    indexer_cache_format: str | None = None, workspace_bytes: int = 1 << 29, batch_invariant: bool = False,
 ) -> Any:  # fmt: skip
     """DeepSeek sparse attention of one layer over its paged caches: indexer, top-k, slots, attention.
 
@@ -63,6 +63,7 @@ def dsa_attention(
         softmax_scale: Factor of q · k.
         index_scale: Factor of the indexer's weights, default D**-0.5 · I**-0.5.
         mla_cache_format: As `cache_format` in `sparse_mla`.
+        indexer_cache_format: As `cache_format` in `write_indexer_cache`.
         workspace_bytes: The most memory for the selection, as in `indexer_topk_paged`; attention's key splits need
             more on top.
         batch_invariant: As in `sparse_mla`.
@@ -110,7 +111,9 @@ OP = Op(
         "index_q": Tensor("T I D", FLOATS),
         "index_weights": Tensor("T I", FLOATS),
         "mla_cache": Tensor("P R ROW", (*BYTES, *HALVES), format=mla_format, format_attribute="mla_cache_format"),
-        "indexer_cache": Tensor("P R INDEXER_ROW", BYTES, format=indexer_format),
+        "indexer_cache": Tensor(
+            "P R INDEXER_ROW", BYTES, format=indexer_format, format_attribute="indexer_cache_format"
+        ),
         "block_table": Tensor("B M", INDEX, index_of="P"),
         "lengths": Tensor("T", INDEX),
         "request_ids": Tensor("T", INDEX, index_of="B"),

@@ -3,7 +3,7 @@ import numpy as np
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import V32
 from xmla.core.op import Case
-from xmla.core.ops.cases import block_tables, indexer_pool, mla_pool, normal, row_lengths, slots_of
+from xmla.core.ops.cases import block_tables, indexer_pool, mla_pool, naming, normal, row_lengths, slots_of
 
 F32 = np.dtype(np.float32)
 
@@ -37,9 +37,8 @@ def _case(
         return inputs
 
     kind = "ids" if shuffled else f"next{next_n}"
-    return Case(
-        f"{layout}-b{len(contexts)}-{kind}-h{heads}-k{k}-page{entries}", make, {"k": k, "softmax_scale": 0.1352}
-    )
+    attrs = {"k": k, "softmax_scale": 0.1352, **naming(IndexerLayout(128, layout), "indexer_cache_format")}
+    return Case(f"{layout}-b{len(contexts)}-{kind}-h{heads}-k{k}-page{entries}", make, attrs)
 
 
 CASES = (
@@ -49,4 +48,5 @@ CASES = (
     _case((90, 11), 2, 16, 40, layout="mxfp4"),
     _case((40, 9), 2, 16, 128),  # no request can have more keys than are selected
     _case((30, 41), 2, 24, 130, shuffled=True),
+    _case((50, 70), 1, 8, 40, layout="fp8_ue8m0"),
 )

@@ -34,13 +34,13 @@ def attend(composition: Composition) -> None:
     problem, attrs = composition.problem, composition.problem.attrs
     composition.call(
         quantize_indexer_query.OP, {"q": "index_q", "weights": "index_weights"}, scale=attrs.index_scale,
-        format=problem.formats["indexer_cache"].format,
+        format=problem.formats["indexer_cache"].query_format,
     )  # fmt: skip
     composition.call(
         indexer_topk_paged.OP,
         same_names("q8", "block_table", "lengths", "request_ids")
         | {"weights": "folded_weights", "cache": "indexer_cache"},
-        k=attrs.k, workspace_bytes=attrs.workspace_bytes,
+        k=attrs.k, workspace_bytes=attrs.workspace_bytes, cache_format=attrs.indexer_cache_format,
     )  # fmt: skip
     mapped = same_names("indices", "block_table", "request_ids")
     composition.call(map_slots.OP, mapped, page_size=problem.page_size("mla_cache"))

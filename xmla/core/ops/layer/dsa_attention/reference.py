@@ -23,13 +23,16 @@ def reference(
     softmax_scale: float,
     index_scale: float | None = None,
     mla_cache_format: str | None = None,
+    indexer_cache_format: str | None = None,
     workspace_bytes: int = 1 << 29,
     batch_invariant: bool = False,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Reference of `dsa_attention`: its ops one after another."""
-    (layout,) = indexer_layouts(indexer_cache.shape[2], index_q.shape[2])
-    q8, weights = quantize_indexer_query(index_q, index_weights, scale=index_scale, format=layout.format)
-    (logits,) = indexer_logits_paged(q8, weights, indexer_cache, block_table, lengths, request_ids)
+    (layout,) = indexer_layouts(indexer_cache.shape[2], index_q.shape[2], indexer_cache_format)
+    q8, weights = quantize_indexer_query(index_q, index_weights, scale=index_scale, format=layout.query_format)
+    (logits,) = indexer_logits_paged(
+        q8, weights, indexer_cache, block_table, lengths, request_ids, cache_format=indexer_cache_format
+    )
     (indices,) = select_topk(logits.astype(np.float32), lengths, k=k)
     slots, _ = map_slots(indices, block_table, request_ids, page_size=max(mla_cache.shape[1], 1))
     out, lse = sparse_mla(q, mla_cache, slots, sink=sink, softmax_scale=softmax_scale, cache_format=mla_cache_format)

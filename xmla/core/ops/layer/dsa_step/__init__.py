@@ -14,8 +14,8 @@ from xmla.core.plan import Implementation
 def dsa_step(
     latent, rope, index_k, entry_slots, q, index_q, index_weights, mla_cache, indexer_cache, block_table, lengths,
     request_ids=None, sink=None, *, k: int, softmax_scale: float, index_scale: float | None = None,
-    mla_cache_format: str | None = None, scale_floor: str = "scale", workspace_bytes: int = 1 << 29,
-    batch_invariant: bool = False,
+    mla_cache_format: str | None = None, indexer_cache_format: str | None = None, scale_floor: str = "scale",
+    workspace_bytes: int = 1 << 29, batch_invariant: bool = False,
 ) -> Any:  # fmt: skip
     """A step of DeepSeek sparse attention in one layer: the tokens' entries and keys into both caches, then attention.
 
@@ -48,6 +48,7 @@ def dsa_step(
         softmax_scale: Factor of q · k.
         index_scale: Factor of the indexer's weights, default D**-0.5 · I**-0.5.
         mla_cache_format: As `cache_format` in `write_mla_cache`.
+        indexer_cache_format: As `cache_format` in `write_indexer_cache`.
         scale_floor: As in `write_mla_cache`.
         workspace_bytes: As in `dsa_attention`.
         batch_invariant: As in `sparse_mla`.

@@ -40,7 +40,8 @@ def plan(problem: Problem, device: Device) -> Plan:
         cache_format=problem.attrs.mla_cache_format, scale_floor=problem.attrs.scale_floor,
     )  # fmt: skip
     composition.call(
-        write_indexer_cache.OP, {"keys": "index_k", "slots": "entry_slots", "cache": "indexer_cache"}
+        write_indexer_cache.OP, {"keys": "index_k", "slots": "entry_slots", "cache": "indexer_cache"},
+        cache_format=problem.attrs.indexer_cache_format,
     )  # fmt: skip
     composition.computed_from = COMPUTED_FROM  # its slots are the selection's
     attend(composition)

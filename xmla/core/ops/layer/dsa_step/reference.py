@@ -24,14 +24,16 @@ def reference(
     softmax_scale: float,
     index_scale: float | None = None,
     mla_cache_format: str | None = None,
+    indexer_cache_format: str | None = None,
     scale_floor: str = "scale",
     workspace_bytes: int = 1 << 29,
     batch_invariant: bool = False,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Reference of `dsa_step`: its three ops one after another; updates both caches in place."""
     write_mla_cache(latent, rope, entry_slots, mla_cache, cache_format=mla_cache_format, scale_floor=scale_floor)
-    write_indexer_cache(index_k, entry_slots, indexer_cache)
+    write_indexer_cache(index_k, entry_slots, indexer_cache, cache_format=indexer_cache_format)
     return dsa_attention(
         q, index_q, index_weights, mla_cache, indexer_cache, block_table, lengths, request_ids, sink, k=k,
         softmax_scale=softmax_scale, index_scale=index_scale, mla_cache_format=mla_cache_format,
+        indexer_cache_format=indexer_cache_format,
     )  # fmt: skip
