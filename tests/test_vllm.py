@@ -12,9 +12,10 @@ import torch
 from conftest import EVERYTHING
 from listed import PLANNED, any_size, unlisted
 
-from xmla import UnsupportedError
+from xmla import UnsupportedError, layouts
 from xmla import torch_api as xt
 from xmla.core.call import whole_vectors
+from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32
 from xmla.core.models import memory
 from xmla.core.models.base import Call, specializations
@@ -23,7 +24,7 @@ from xmla.core.parallel import Ownership
 from xmla.core.values import Device, Spec, find_device
 from xmla.vllm import indexer, pools, shards, warmup
 from xmla.vllm.gathered import Gathered, Pages, once_with_prefills
-from xmla.vllm.refusals import refuse, unserved, unused
+from xmla.vllm.refusals import key_format, refuse, unserved, unused
 from xmla.vllm.shards import Shards
 
 PAGE, K, HEADS, DIM, SCRATCH = 8, 8, 2, 128, 1 << 20
@@ -55,11 +56,12 @@ def query(tokens: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 def selected(
     step: Any, cache: torch.Tensor, tokens: int, device: str, ratio: int = 1, shards: Shards | None = None,
-    share: Any = None, blocks: indexer.Blocks | None = None,
+    share: Any = None, blocks: indexer.Blocks | None = None, scales: torch.dtype = torch.float32,
 ) -> np.ndarray:  # fmt: skip
     found = torch.full((tokens, K), -7, dtype=torch.int32, device=device)
     keys = torch.empty(256, DIM, dtype=torch.float8_e4m3fn, device=device)
-    buffers = keys, torch.empty(256, device=device), torch.empty(SCRATCH, dtype=torch.uint8, device=device)
+    scratch = torch.empty(SCRATCH, dtype=torch.uint8, device=device)
+    buffers = keys, torch.empty(256, dtype=scales, device=device), scratch
     indexer.select(step, *query(tokens, device), cache, found, buffers, ratio, shards, share, blocks)
     return found.cpu().numpy()
 
@@ -174,6 +176,22 @@ def test_a_prefill_behind_decodes_in_parts_of_one_gather(beyond: int, device: st
     assert np.array_equal(selected(step, cache, 14, device), want)
 
 
+def with_ue8m0(cache: torch.Tensor) -> torch.Tensor:
+    """The keys as vLLM's own writers store them on sm_100."""
+    return layouts.convert(cache, "indexer_fp8_ue8m0_d128", source_format="indexer_fp8_d128")
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_keys_whose_scales_are_ue8m0(blocks: bool, device: str) -> None:
+    """The buffer for gathered scales tells: the selection is that of float32 scales."""
+    step, cache, want = mixed(device)
+    found = torch.full((2, 14, 12), -7, dtype=torch.int32, device=device)
+    others = [{"blocks": indexer.Blocks(each, 2, source=True)} if blocks else {} for each in found]
+    assert np.array_equal(selected(step, cache, 14, device, **others[0]), want)
+    assert np.array_equal(selected(step, with_ue8m0(cache), 14, device, **others[1], scales=torch.int32), want)
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("sizes", [(13,), (4, 9), (1, 11, 1), (6, 2, 5)])
 def test_ranks_that_share_rows_of_prefills(sizes: tuple[int, ...], device: str) -> None:
     """Each scores its own, of one part of the gather or two; decodes are every rank's. They are those of one rank."""
@@ -196,10 +214,12 @@ def test_ranks_that_share_rows_of_prefills(sizes: tuple[int, ...], device: str) 
     assert exchanged == [K] * len(sizes)
 
 
-@pytest.mark.parametrize(("ranks", "interleave"), [(2, 1), (2, 4), (3, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "interleave", "scales"), [(2, 1, torch.float32), (2, 4, torch.int32), (3, 1, torch.float32)]
+)
 @pytest.mark.parametrize("new", [[1, 1, 1], [3, 1, 2]])
 def test_ranks_select_what_one_selects(
-    ranks: int, interleave: int, new: list[int], device: str, monkeypatch: pytest.MonkeyPatch
+    ranks: int, interleave: int, scales: torch.dtype, new: list[int], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decodes, and a prefill of which a rank may have no key; two tokens are exchanged at a time."""
     monkeypatch.setattr(shards, "ROWS", 2)
@@ -228,7 +248,8 @@ def test_ranks_select_what_one_selects(
             max_local_total_seq_lens=max(sum(int(ownership.count(n, r)) for n in lengths[3:]) for r in range(ranks)),
         )  # fmt: skip
         step.prefill = SimpleNamespace(chunks=[chunk])
-        return selected(step, cache, len(tokens), device, shards=Shards(ownership, rank, gather))
+        cache = cache if scales == torch.float32 else with_ue8m0(cache)
+        return selected(step, cache, len(tokens), device, shards=Shards(ownership, rank, gather), scales=scales)
 
     def keep(rank: int) -> Any:
         return lambda own: sent[rank].append(own) or own.expand(ranks, *own.shape[1:])
@@ -469,22 +490,23 @@ def test_an_architecture_that_nobody_has_tried_is_refused() -> None:
 
 
 @pytest.mark.parametrize("scales", ["float32", "UE8M0", None])
-def test_keys_do_not_travel_where_vllms_own_have_other_scales(
-    scales: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On sm_100 vLLM's writers store four bytes where xmla's store a float32; before 0.33 they asked nobody."""
+def test_caches_travel_where_vllms_own_are_alike(scales: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On sm_100 vLLM's writers store UE8M0 bytes, and xmla's too, but V4.1's entries are others' there."""
     utils, deep_gemm = ModuleType("vllm.utils"), ModuleType("vllm.utils.deep_gemm")
     if scales is not None:
         vars(deep_gemm)["mqa_logits_use_mx_scales"] = lambda: scales == "UE8M0"
     vars(utils)["deep_gemm"] = deep_gemm
     for module in (ModuleType("vllm"), utils, deep_gemm):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    refuse(unserved(configured()))
+    assert key_format() == ("fp8_ue8m0" if scales == "UE8M0" else "fp8")
+    refuse(unserved(configured(transfers="connector")))
+    v41 = {"model_type": "deepseek_v41", "index_topk": 512}
+    refuse(unserved(configured(v41)))
     if scales != "UE8M0":
-        refuse(unserved(configured(transfers="connector")))
+        refuse(unserved(configured(v41, transfers="connector")))
         return
-    with pytest.raises(UnsupportedError, match="not served: kv_transfer_config on this GPU, where vLLM's own kernels"):
-        refuse(unserved(configured(transfers="connector")))
+    with pytest.raises(UnsupportedError, match=r"not served: kv_transfer_config of DeepSeek-V4\.1 on this GPU, where"):
+        refuse(unserved(configured(v41, transfers="connector")))
 
 
 def test_an_option_without_effect_is_named() -> None:
@@ -566,18 +588,21 @@ def test_gathered_pages(device: str) -> None:
 
 
 SIZES = warmup.Sizes(
-    tokens=8192, requests=512, new=3, max_len=163840, keys=40 * 163840, scratch=512 << 20, ranks=1, block=64
+    tokens=8192, requests=512, new=3, max_len=163840, keys=40 * 163840, scratch=512 << 20, ranks=1, block=64,
+    key_format="fp8",
 )  # fmt: skip
 FEW = replace(SIZES, tokens=512, requests=16, new=4, scratch=8 << 20)  # few tokens' logits are more than the scratch
+UE8M0 = replace(FEW, key_format="fp8_ue8m0")
 INDEX_POOL = Spec((40000, 64, 132), "uint8")
 
 
 @PLANNED
-@pytest.mark.parametrize("sizes", [SIZES, FEW], ids=["many", "few"])
+@pytest.mark.parametrize("sizes", [SIZES, FEW, UE8M0], ids=["many", "few", "UE8M0"])
 def test_warmup_of_selections(sizes: warmup.Sizes, device: Device) -> None:
     """Calls of any size that a step may have launch kernels of the list."""
-    rng = np.random.default_rng(0)
+    rng, topk = np.random.default_rng(0), {"k": 2048, "workspace_bytes": sizes.scratch}
     found = specializations(warmup.select_calls(INDEX_POOL, 64, 2048, 1, sizes, device), device)
+    _, scales = IndexerLayout(128, sizes.key_format).dtypes
 
     def query(tokens: int) -> dict[str, Spec]:
         rows = {name: Spec((tokens,), "int32") for name in ("starts", "ends")}
@@ -586,8 +611,8 @@ def test_warmup_of_selections(sizes: warmup.Sizes, device: Device) -> None:
     def prefill() -> Call:
         tokens = any_size(rng, sizes.tokens)
         keys = any_size(rng, min(sizes.keys, sizes.scratch // (4 * tokens)))
-        gathered = {"keys": Spec((keys, 128), "float8_e4m3fn"), "key_scales": Spec((keys,), "float32")}
-        return Call("indexer_topk", query(tokens) | gathered, {"k": 2048, "workspace_bytes": sizes.scratch})
+        gathered = {"keys": Spec((keys, 128), "float8_e4m3fn"), "key_scales": Spec((keys,), scales)}
+        return Call("indexer_topk", query(tokens) | gathered, topk)
 
     def decode() -> Call:
         requests, new = any_size(rng, sizes.requests), int(rng.integers(1, sizes.new + 1))
@@ -601,7 +626,7 @@ def test_warmup_of_selections(sizes: warmup.Sizes, device: Device) -> None:
         if not ragged and rng.random() < 0.5:
             del rows["request_ids"]
         pages = {"cache": INDEX_POOL, "block_table": Spec((requests, 2560), "int32")}
-        return Call("indexer_topk_paged", specs | rows | pages, {"k": 2048, "workspace_bytes": sizes.scratch})
+        return Call("indexer_topk_paged", specs | rows | pages, topk | {"cache_format": sizes.key_format})
 
     for make in (prefill, decode):
         missing = unlisted(device, found, make)

@@ -37,16 +37,12 @@ EVERY = {
 SINCE_033 = {
     f"{V41}.nvidia.model._select_dsv4_attn_cls",
     f"{V41}.attention._use_v41_mxfp8_kv_record",
-    f"{V41}.common.ops.indexer_k_store.mqa_logits_use_mx_scales",
     f"{BACKEND}._supports_native_decode",
     f"{BACKEND}.DeepseekV32IndexerBackend",
-    f"{V4}.common.ops.fused_compress_quant_cache.mqa_logits_use_mx_scales",
-    "*vllm.models.deepseek_v32.common.kernels.mqa_logits_use_mx_scales",
 }
 OF_POOLS = {
     f"{GLM}.sparse_indexer.sparse_attn_indexer_kpool",
     f"{GLM}.sparse_indexer.has_deep_gemm",
-    f"{GLM}.ops.kpool_compress.mqa_logits_use_mx_scales",
 }
 OF_INVARIANCE = {
     "vllm.model_executor.models.deepseek_v2.DeepSeekV2FusedQkvAProjLinear",

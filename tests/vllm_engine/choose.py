@@ -202,14 +202,15 @@ KINDS = {
 
 
 def transfers(capability: tuple[int, int], config: VllmConfig) -> str:
-    """What is said of a V3.2 whose caches are moved between nodes."""
+    """What is said of a V4.1 whose caches are moved between nodes, or if the release has none of a V3.2."""
     from vllm.utils import deep_gemm
 
     deep_gemm.current_platform = pretended(capability)
     if hasattr(deep_gemm, "mqa_logits_use_mx_scales"):
         deep_gemm.mqa_logits_use_mx_scales.cache_clear()
     config.kv_transfer_config = object()
-    said = attention_of("DeepseekV32ForCausalLM", capability, config)
+    name = "DeepseekV41ForCausalLM"
+    said = attention_of(name if name in with_an_indexer() else "DeepseekV32ForCausalLM", capability, config)
     config.kv_transfer_config = None
     return said
 

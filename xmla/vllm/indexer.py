@@ -14,7 +14,7 @@ import torch
 from xmla import torch_api as xt
 from xmla.vllm.contract import Arguments
 from xmla.vllm.gathered import once_a_step, once_with_prefills
-from xmla.vllm.refusals import refuse
+from xmla.vllm.refusals import key_format, refuse
 from xmla.vllm.shards import Shards
 
 # `topk_tokens` are as many as the buffer's columns, `quant_block_size` as the dims of a key.
@@ -87,7 +87,7 @@ def run(call: dict[str, Any]) -> torch.Tensor:
         step = context.attn_metadata[name]
         if not call["skip_k_cache_insert"]:
             tokens = step.slot_mapping.shape[0]  # the keys may be padded
-            xt.write_indexer_cache(call["k"][:tokens], step.slot_mapping, call["kv_cache"])
+            xt.write_indexer_cache(call["k"][:tokens], step.slot_mapping, call["kv_cache"], cache_format=key_format())
         if attends_to_all(context, call):
             return call["topk_indices_buffer"]
         query = call["q_quant"], call["weights"].float()
@@ -159,13 +159,19 @@ def reserve(keys: int, dim: int, blocks: Blocks | None) -> tuple[torch.Tensor, t
     return tuple(current_workspace_manager().get_simultaneous(*sizes(keys, dim, blocks)))
 
 
+def named(scales: torch.Tensor) -> dict[str, str]:
+    """The format, as an attribute of ops, of a cache whose keys are gathered beside such scales."""
+    return {"cache_format": "fp8" if scales.dtype == torch.float32 else "fp8_ue8m0"}
+
+
 def sizes(keys: int, dim: int, blocks: Blocks | None = None) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
     """Shapes and dtypes of these."""
     from vllm import envs
 
     scratch = envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB << 20
     scratch = scratch if blocks is None else blocks.scratch(scratch)
-    return ((keys, dim), torch.float8_e4m3fn), ((keys,), torch.float32), ((scratch,), torch.uint8)
+    scales = torch.float32 if key_format() == "fp8" else torch.int32
+    return ((keys, dim), torch.float8_e4m3fn), ((keys,), scales), ((scratch,), torch.uint8)
 
 
 def select(
@@ -179,18 +185,18 @@ def select(
     prefills' rows the others' are other ranks'. With `blocks` keys are selected within these.
     """
     keys, key_scales, scratch = buffers
-    memory = {"k": selected.shape[1], "workspace_bytes": scratch.numel(), "workspace": scratch}
+    memory, form = {"k": selected.shape[1], "workspace_bytes": scratch.numel(), "workspace": scratch}, named(key_scales)
     if step.num_decodes:
         rows = slice(step.num_decode_tokens)
         lengths, requests = decode_lengths(step, ratio, shards)
         paged = q8[rows], weights[rows], cache, step.decode.block_table, lengths
         if shards:
-            select_paged(shards, *paged, requests, scratch, selected[rows])
+            select_paged(shards, *paged, requests, scratch, selected[rows], form)
         elif blocks:
             ops = xt.indexer_blocks_paged, xt.indexer_block_topk_paged
-            select_in_blocks(blocks, ops, rows, paged, (requests,), memory, selected[rows])
+            select_in_blocks(blocks, ops, rows, paged, (requests,), memory | form, selected[rows])
         else:
-            xt.indexer_topk_paged(*paged, requests, out=selected[rows], **memory)
+            xt.indexer_topk_paged(*paged, requests, out=selected[rows], **memory, **form)
     if step.num_prefills and ratio > 1:  # no chunk has requests of less than `ratio` tokens
         selected[step.num_decode_tokens :][: step.num_prefill_tokens] = -1
     for chunk in step.prefill.chunks if step.num_prefills else ():
@@ -235,6 +241,7 @@ def select_in_blocks(
 def select_paged(
     shards: Shards, q8: torch.Tensor, weights: torch.Tensor, cache: torch.Tensor, table: torch.Tensor,
     lengths: torch.Tensor, requests: torch.Tensor | None, scratch: torch.Tensor, selected: torch.Tensor,
+    form: dict[str, str],
 ) -> None:  # fmt: skip
     """`indexer_topk_paged` over the keys of all ranks."""
     tokens = len(lengths)
@@ -242,7 +249,7 @@ def select_paged(
         requests = torch.arange(tokens, dtype=torch.int32, device=table.device) // (tokens // len(table))
 
     def logits(rows: slice, out: torch.Tensor) -> None:
-        xt.indexer_logits_paged(q8[rows], weights[rows], cache, table, lengths[rows], requests[rows], out=out)
+        xt.indexer_logits_paged(q8[rows], weights[rows], cache, table, lengths[rows], requests[rows], out=out, **form)
 
     shards.select(logits, table.shape[1] * cache.shape[1], lengths, None, scratch, selected)
 
@@ -281,7 +288,7 @@ def gather(chunk: Any, cache: torch.Tensor, keys: torch.Tensor, scales: torch.Te
     """
     total = chunk.max_local_total_seq_lens
     slots = once_a_step(chunk, "slots", lambda: slots_of(chunk, total, cache.shape[1]))  # of all layers over such pages
-    xt.read_indexer_cache(cache, slots, out=(keys[:total], scales[:total]))
+    xt.read_indexer_cache(cache, slots, out=(keys[:total], scales[:total]), **named(scales))
 
 
 def slots_of(chunk: Any, total: int, page: int) -> torch.Tensor:

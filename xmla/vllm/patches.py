@@ -152,22 +152,6 @@ PATCHES = (
     Patch("vllm.v1.attention.backends.mla.indexer", "_supports_native_decode", always(True), SINCE_033),
     # The runner asks the indexer's backend too, and vLLM's says no.
     Patch("vllm.v1.attention.backends.mla.indexer", "DeepseekV32IndexerBackend", mark_invariant, SINCE_033),
-    # On sm_100 the fused writer stores a key's scale as four UE8M0 bytes, for DeepGEMM; xmla reads a float32.
-    Patch(
-        "vllm.models.deepseek_v32.common.kernels",
-        "mqa_logits_use_mx_scales",
-        always(False),
-        SINCE_033,
-        on_gpu=True,
-    ),
-    # The compressor of V4's indexer too, and the writer of V4.1's keys.
-    Patch(
-        "vllm.models.deepseek_v4.common.ops.fused_compress_quant_cache",
-        "mqa_logits_use_mx_scales",
-        always(False),
-        SINCE_033,
-    ),
-    Patch(f"{V41}.common.ops.indexer_k_store", "mqa_logits_use_mx_scales", always(False), SINCE_033),
     # It has the configuration before weights are loaded, for refusals, and its own warm-up knows nothing of xmla's
     # kernels, which a first step would wait for. The last: it imports models.
     Patch("vllm.v1.worker.gpu_worker", "Worker", patch_worker, on_gpu=True),
@@ -177,8 +161,6 @@ POOL_PATCHES = (
     Patch(f"{GLM}.sparse_indexer", "sparse_attn_indexer_kpool", op_by_keywords(pools), SINCE_033),
     # As of `INDEXER`.
     Patch(f"{GLM}.sparse_indexer", "has_deep_gemm", always(True), SINCE_033),
-    # The writers of pooled keys, as those of keys.
-    Patch(f"{GLM}.ops.kpool_compress", "mqa_logits_use_mx_scales", always(False), SINCE_033),
 )
 # With VLLM_BATCH_INVARIANT=1, where vLLM leaves a kernel to the number of tokens of a step.
 INVARIANCE_PATCHES = (

@@ -38,8 +38,11 @@ def unserved(config: Any) -> dict[str, bool]:
         # Its layers may take attention of their own beside xmla's indexer, as Dots3-Note's do.
         f"the architecture {architecture}": architecture not in SERVED,
         # The other node may have vLLM's own kernels, and a store what these wrote: vLLM compares backends' names alone.
-        "kv_transfer_config on this GPU, where vLLM's own kernels store the scales of the indexer's keys as UE8M0 "
-        "bytes and xmla's as float32": config.kv_transfer_config is not None and are_scales_other(),
+        # Where its keys have scales of their own, so have its entries.
+        "kv_transfer_config of DeepSeek-V4.1 on this GPU, where vLLM's own kernels store entries of 528 bytes and "
+        "xmla's of 584": config.kv_transfer_config is not None
+        and model.model_type == "deepseek_v41"
+        and key_format() != "fp8",
         "decode context parallelism of pooled keys": pool_size(config) > 1
         and parallel.decode_context_parallel_size > 1,
         # vLLM's op for these, not `sparse_attn_indexer`. It has the option since 0.33.
@@ -62,20 +65,17 @@ def unserved(config: Any) -> dict[str, bool]:
     }
 
 
-def are_scales_other() -> bool:
-    """Whether vLLM's own writers store a key's scale as four UE8M0 bytes on this GPU: since 0.33, on sm_100 and sm_103.
-
-    `patches` changes what the writers ask, not this function.
-    """
-    from vllm.utils import deep_gemm
-
-    asked = getattr(deep_gemm, "mqa_logits_use_mx_scales", None)
-    return asked is not None and asked()
-
-
 def has_indexer(config: Any) -> bool:
     """Whether the model has attention to selected keys."""
     return getattr(config.model_config.hf_text_config, "index_topk", None) is not None
+
+
+def key_format() -> str:
+    """The format in which vLLM's own writers store the indexer's keys on this GPU: since 0.33 another on sm_100."""
+    from vllm.utils import deep_gemm
+
+    asked = getattr(deep_gemm, "mqa_logits_use_mx_scales", None)
+    return "fp8_ue8m0" if asked is not None and asked() else "fp8"
 
 
 def pool_size(config: Any) -> int:

@@ -15,6 +15,7 @@ import torch
 
 from xmla._warmup import make_engine_ready
 from xmla.core.compile import compiling_allowed
+from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import PLAIN_V4
 from xmla.core.models import memory
 from xmla.core.models.base import Call, map_call
@@ -24,7 +25,7 @@ from xmla.torch_api._arrays import device_of, spec_of
 from xmla.vllm import shards
 from xmla.vllm.indexer import Blocks
 from xmla.vllm.pools import LEAST_HEADS
-from xmla.vllm.refusals import pool_size, refuse, unserved, unused
+from xmla.vllm.refusals import key_format, pool_size, refuse, unserved, unused
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class Sizes:
         scratch: Bytes of the indexer's scratch memory, which bounds the logits of a chunk.
         ranks: Of decode context parallelism.
         block: Tokens of a block of vLLM's.
+        key_format: The format of the indexer's keys.
     """
 
     tokens: int
@@ -50,6 +52,7 @@ class Sizes:
     scratch: int
     ranks: int
     block: int
+    key_format: str
 
     @classmethod
     def of(cls, config: Any) -> "Sizes":
@@ -67,6 +70,7 @@ class Sizes:
             scratch=envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB << 20,
             ranks=config.parallel_config.decode_context_parallel_size,
             block=config.cache_config.block_size,
+            key_format=key_format(),
         )
 
     def width(self, page: int) -> int:
@@ -88,7 +92,8 @@ def select_calls(
 
     The model has `written` the keys, if not the indexer does.
     """
-    page, dim = cache.shape[1], cache.shape[2] - 4
+    keys = IndexerLayout(cache.shape[2] - 4, sizes.key_format)
+    page, dim, form = cache.shape[1], keys.dim, {"cache_format": keys.format}
 
     def query(tokens: int) -> dict[str, Spec]:
         shape = tokens, heads, dim
@@ -98,10 +103,10 @@ def select_calls(
         return Spec((tokens,), "int32")
 
     if not written:
-        keys = {"keys": Spec((1, dim), "bfloat16"), "slots": Spec((1,), "int64"), "cache": cache}
-        yield Call("write_indexer_cache", keys, {})
+        inserted = {"keys": Spec((1, dim), "bfloat16"), "slots": Spec((1,), "int64"), "cache": cache}
+        yield Call("write_indexer_cache", inserted, form)
     yield Call("split_batch", {"query_starts": a_token(2), "lengths": a_token(1)}, {"num_tokens": 1})
-    yield Call("read_indexer_cache", {"cache": cache, "slots": a_token(1)}, {})
+    yield Call("read_indexer_cache", {"cache": cache, "slots": a_token(1)}, form)
     yield map_call(1, page).with_unaligned()
 
     topk, whole = {"k": k, "workspace_bytes": sizes.scratch}, sizes.ranks == 1
@@ -118,18 +123,19 @@ def select_calls(
             with_ids = called | {"request_ids": a_token(tokens)}
             if blocks is not None:
                 for of_requests in (called, with_ids):
-                    yield from block_calls(blocks, "_paged", of_requests, topk)
+                    yield from block_calls(blocks, "_paged", of_requests, topk | form)
             elif whole:
-                yield Call("indexer_topk_paged", called, topk)
-                yield Call("indexer_topk_paged", with_ids, topk)
+                yield Call("indexer_topk_paged", called, topk | form)
+                yield Call("indexer_topk_paged", with_ids, topk | form)
             else:
-                yield Call("indexer_logits_paged", with_ids, {})
+                yield Call("indexer_logits_paged", with_ids, form)
                 yield from share_calls({"ends": a_token(tokens)}, columns, k, sizes.ranks)
     for count in full_waves(device, sizes.tokens):
         most = min(sizes.keys, sizes.scratch // (4 * count))
         for columns in around_powers_of_2(most):
             tokens = min(count, sizes.at_once(columns))
-            gathered = {"keys": Spec((columns, dim), "float8_e4m3fn"), "key_scales": Spec((columns,), "float32")}
+            values, scales = keys.dtypes
+            gathered = {"keys": Spec((columns, dim), values), "key_scales": Spec((columns,), scales)}
             rows = {"starts": a_token(tokens), "ends": a_token(tokens)}
             called = query(tokens) | gathered | rows
             if blocks is not None:
@@ -149,7 +155,7 @@ def pool_calls(cache: Spec, heads: int, k: int, pool: int, sizes: Sizes, device:
     yield Call("expand_blocks", selected, {"granularity": pool})
 
 
-def block_calls(blocks: Blocks, paged: str, called: dict[str, Spec], topk: dict[str, int]) -> Iterator[Call]:
+def block_calls(blocks: Blocks, paged: str, called: dict[str, Spec], topk: dict[str, Any]) -> Iterator[Call]:
     """Calls that select in blocks and, if this layer is the blocks' source, the blocks before."""
     most, of_blocks = blocks.selected.shape[1], topk | {"granularity": blocks.size}
     if blocks.source:
