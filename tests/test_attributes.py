@@ -227,8 +227,8 @@ def test_a_derivative_takes_every_attribute_that_changes_it() -> None:
             assert dropped == WITHOUT_GRADIENTS.get(op.name, set()), op
 
 
-# What cases leave as it is: results do not follow from it, and a plain row's format follows from its size.
-WITHOUT_CASES = {"sparse_mla": {"deterministic"}, "sparse_mla_backward": {"cache_format", "extra_cache_format"}}
+# What cases leave as it is: results do not follow from it.
+WITHOUT_CASES = {"sparse_mla": {"deterministic"}}
 
 
 @pytest.mark.parametrize("op", [op for op in OPS.values() if not op.steps], ids=kit.case_id)

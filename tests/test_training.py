@@ -16,12 +16,12 @@ from conftest import HAS_GPU
 from torch.utils.checkpoint import checkpoint
 
 from xmla import UnsupportedError, interop, jax_api, torch_api
-from xmla.core.formats.mla import PLAIN, VALUE_DIMS
+from xmla.core.formats.mla import PLAIN, VALUE_DIMS, mla_layouts
 from xmla.core.op import Case, Op
 from xmla.core.ops.attention.sparse_mla.backward.cases import backward_of, duplicates, with_large_gradients
 from xmla.core.ops.attention.sparse_mla.cases import make_case
 from xmla.core.registry import registry
-from xmla.core.values import GRADIENT, cosine_difference
+from xmla.core.values import GRADIENT, Spec, cosine_difference
 from xmla.torch_api._all_ops import TORCH_OPS
 
 OPS = registry()
@@ -69,6 +69,11 @@ def test_the_reference_is_what_autodiff_finds(op: Op, case: Case) -> None:
         tensor = torch.from_numpy(array.astype(np.int64 if array.dtype.kind == "i" else np.float64))
         tensor = tensor.clamp(-50, 50) if name == "sink" else tensor
         given[name] = tensor.nan_to_num().requires_grad_(name in ATTENTION.gradients)
+    stored = {name: array for name, array in arguments.items() if array.dtype == np.uint8}
+    for name, array in stored.items():  # their gradients are those of the rows beside them
+        (layout,) = mla_layouts(Spec.of_numpy(array), attrs.get(f"{name}_format"))
+        rows = layout.gather(array, np.arange(array.shape[0] * array.shape[1])).astype(np.float64)
+        given[name] = torch.from_numpy(rows.reshape(*array.shape[:2], -1)).nan_to_num().requires_grad_()
     out, lse = dense(given, attrs)
     known = torch.isfinite(lse.detach())
     upstream = {name: torch.from_numpy(array.astype(np.float64)) for name, array in gradients.items()}
@@ -76,13 +81,13 @@ def test_the_reference_is_what_autodiff_finds(op: Op, case: Case) -> None:
     if "dlse" in upstream:
         total = total + torch.where(known, lse * upstream["dlse"], 0.0).sum()
     total.backward()
-    host = {name: tensor.detach().numpy() for name, tensor in given.items()}
+    host = {name: tensor.detach().numpy() for name, tensor in given.items()} | stored
     host |= {"forward_out": out.detach().numpy(), "forward_lse": lse.detach().numpy()}
     host |= {name: tensor.numpy() for name, tensor in upstream.items()}
     found = dict(zip(op.outputs, op.reference(**host, **attrs), strict=True))
     for name, result in ATTENTION.gradients.items():
-        if name in given:
-            want = given[name].grad
+        if name in given and name not in stored:
+            want = given[name.replace("rows", "cache")].grad
             assert want is not None
             np.testing.assert_allclose(found[result], want.nan_to_num().numpy(), rtol=1e-9, atol=1e-11, err_msg=name)
 
@@ -119,7 +124,7 @@ def arguments(device: str) -> dict[str, torch.Tensor | None]:
     return given
 
 
-LEAVES = tuple(ATTENTION.gradients)
+LEAVES = tuple(name for name in ATTENTION.gradients if "rows" not in name)  # those are test_quantised_training.py's
 
 
 def loss_of(given: dict[str, Any], *leaves: Any, attend: Callable[..., Any] = torch_api.sparse_mla) -> Any:
@@ -187,7 +192,8 @@ def test_some_leaves_only(arguments: dict[str, Any], wanted: list[torch.Tensor])
 def test_a_packed_cache_has_no_derivative(device: str) -> None:
     q = torch.zeros(1, 2, 576, device=device, dtype=torch.bfloat16, requires_grad=True)
     cache, slots = torch.zeros(1, 4, 656, device=device, dtype=torch.uint8), torch.zeros(1, 3, device=device).int()
-    message = "sparse_mla: cache format is 'v32', supported: derivatives over plain rows, 'plain' or 'plain_v4'"
+    message = "sparse_mla: cache format is 'v32', supported: derivatives over plain rows, 'plain' or 'plain_v4', or "
+    message += "of rows beside the entries"
     with pytest.raises(UnsupportedError) as caught:
         torch_api.sparse_mla(q, cache, slots, softmax_scale=1.0)
     assert str(caught.value) == message
@@ -388,7 +394,7 @@ def test_the_order_of_tokens_does_not_change_a_bit(op: Op, case: Case, device: s
     straight, turned = (gradients_of(case, order, device) for order in (np.arange(tokens), np.arange(tokens)[::-1]))
     names = list(op.outputs)
     np.testing.assert_array_equal(straight[0], turned[0][::-1])
-    for name in ("dcache", "dextra_cache"):
+    for name in ("dcache", "dextra_cache", "drows", "dextra_rows"):
         np.testing.assert_array_equal(straight[names.index(name)], turned[names.index(name)])
 
 
@@ -470,15 +476,15 @@ def test_duplicates_and_nobody(deterministic: bool, device: str) -> None:
     tensors = [kit.to_torch(array, device) for array in (q, cache, slots)]
     out, lse = torch_api.sparse_mla(*tensors, softmax_scale=SCALE)
     dout, dlse = torch.ones_like(out), torch.ones_like(lse)
-    dq, dcache, dsink, extra = TORCH_OPS.sparse_mla_backward(
+    dq, dcache, *others = TORCH_OPS.sparse_mla_backward(
         *tensors, out, lse, dout, dlse, softmax_scale=SCALE, deterministic=deterministic
     )
     assert not dq[1].any() and not dcache[0, [0, 2, 3, 5]].any()
-    assert dcache[0, [1, 4]].isfinite().all() and dsink.numel() == extra.numel() == 0
+    assert dcache[0, [1, 4]].isfinite().all() and not any(other.numel() for other in others)
     want = BACKWARD.reference(
         q, cache, slots, *(x.float().cpu().numpy() for x in (out, lse, dout)), np.ones((3, 2)), softmax_scale=SCALE
     )
-    for name, got, expected in zip(BACKWARD.outputs, (dq, dcache, dsink, extra), want, strict=True):
+    for name, got, expected in zip(BACKWARD.outputs, (dq, dcache, *others), want, strict=True):
         kit.assert_close(name, got.float().cpu().numpy(), expected, BACKWARD.outputs[name].agreement)
 
 

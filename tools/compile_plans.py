@@ -45,6 +45,7 @@ from xmla.core.errors import UnsupportedError
 from xmla.core.formats.mla import NVFP4, PLAIN, PLAIN_V4, V4, V32, V41, V41_FP4
 from xmla.core.op import Op, plan_call
 from xmla.core.ops.attention.sparse_mla.plan import PortableAttention
+from xmla.core.ops.attention.sparse_mla.sources import ROWS_OF_SOURCES
 from xmla.core.plan import Plan
 from xmla.core.registry import registry
 from xmla.core.values import KNOWN_DEVICES, Device, Spec
@@ -67,8 +68,9 @@ class Planned:
 
 
 def form_of(op: Op, specs: Specs, attrs: dict[str, object]) -> str:
-    """The formats of a call's caches: what support may depend on beside op and architecture."""
-    forms = [f"{specs[name].dtype} {specs[name].shape[-1]}" for name in op.pools if name in specs]
+    """The formats of the caches that a call reads: what support may depend on beside op and architecture."""
+    read = [name for name in op.pools if name in specs and name not in ROWS_OF_SOURCES]
+    forms = [f"{specs[name].dtype} {specs[name].shape[-1]}" for name in read]
     named = [str(value) for name, value in attrs.items() if name.endswith("format") and value is not None]
     return ", ".join([" + ".join(forms), *named])
 

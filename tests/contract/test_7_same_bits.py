@@ -158,10 +158,10 @@ def test_a_row_does_not_depend_on_its_batch(op: Op, case: Case, change: str) -> 
     given = batch(op, inputs, rows)
     where = defined(op, inputs, case)
     if change == "padded":  # what a graph's padding holds: no keys, no slot, stale everything else
-        for name in ("lengths", "ends"):
+        for name in ("lengths", "extra_lengths", "ends"):
             if name in given:
                 given[name][tokens:] = 0
-        for name in ("slots", "entry_slots", "indices"):
+        for name in ("slots", "extra_slots", "entry_slots", "indices"):
             if name in given:
                 given[name][tokens:] = -1
         if "workspace_bytes" in attrs:

@@ -1681,6 +1681,8 @@ def sparse_mla(
     extra_lengths: torch.Tensor | None = None,
     cos_sin: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
+    extra_rows: torch.Tensor | None = None,
     *,
     softmax_scale: float,
     cache_format: str | None = None,
@@ -1725,6 +1727,10 @@ def sparse_mla(
             angles of the token's position, (a, b) → (a·cos + b·sin, b·cos − a·sin) for each pair of neighbouring dims.
         positions: [T] int32, rows of cos_sin, given if and only if cos_sin is. A position outside [0, S) leaves its
             token's dims unrotated.
+        rows: [P, R, L+E], dtype of q, beside packed entries, to differentiate the call: what each of them was quantised
+            from. Never read: results are those of the stored bits. The gradient of an entry is that of its row, as if
+            the one were the other (a straight-through estimator). Plain rows have a gradient themselves.
+        extra_rows: [EXTRA_P, EXTRA_R, L+E], as rows, of extra_cache.
         softmax_scale: Factor of q · k, natural base.
         cache_format, extra_cache_format: As in `write_mla_cache`. Default: inferred from ROW and dtype.
         empty_lse: "-inf" or "+inf", the lse of a row without valid keys; "+inf" is FlashMLA's.
@@ -1745,7 +1751,8 @@ def sparse_mla(
 
     Raises:
         ArgumentError: A dtype, rank, axis, stride or attribute is wrong; ROW is 528 or 288 bytes and no format is
-            named; one of extra_cache and extra_slots, or of cos_sin and positions, is given without the other.
+            named; one of extra_cache and extra_slots, or of cos_sin and positions, is given without the other. Or
+            rows or extra_rows stand beside no packed entries.
         UnsupportedError: H > 128.
 
     Plans of compute capability 9.0 and 12.0 dequantise V3.2 and V4 entries first if they are referenced 32 times or
@@ -1762,7 +1769,7 @@ def sparse_mla(
 
     Gradients are products of operands in q's dtype, summed in float32. An entry's is exact to the last bit of a unit
     that a bound of its summands sets. Without `deterministic` it is a sum of n summands x, one for each slot and block
-    of 64 heads, within n · (2**−23 · Σ|x| + 2**−126) of the exact one. Either is then rounded to cache's dtype.
+    of 64 heads, within n · (2**−23 · Σ|x| + 2**−126) of the exact one. Either is then rounded to q's dtype.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
@@ -1785,10 +1792,10 @@ def sparse_mla(
             bfloat16 queries over packed entries; one source, or two of one format; rows on multiples of 16 bytes.
         triton: every call.
 
-    Derivative: sparse_mla_backward, of q, cache, sink, extra_cache.
+    Derivative: sparse_mla_backward, of q, cache, sink, extra_cache, rows, extra_rows.
     """
     return _sparse_mla(
-        [q, cache, slots, lengths, sink, extra_cache, extra_slots, extra_lengths, cos_sin, positions],
+        [q, cache, slots, lengths, sink, extra_cache, extra_slots, extra_lengths, cos_sin, positions, rows, extra_rows],
         (
             softmax_scale,
             cache_format,

@@ -77,7 +77,11 @@ def check_derivative(
     gradients = [spec if name in op.differentiable else None for name, spec in problem.results.items()]
     operands = problem.specs, problem.results.values(), gradients
     call = derivative_call(op, *operands, lambda spec: spec, attrs, implementation)
-    call.op.bind(call.arguments, call.attrs, call.implementation, CalledAs(op.name, {}))
+    results = call.op.bind(call.arguments, call.attrs, call.implementation, CalledAs(op.name, {})).results
+    served = [n for n, d in op.gradients.items() if n in problem.specs and results[d].shape == problem.specs[n].shape]
+    for argument, constant in constants.items():
+        if argument not in served:
+            _refuse(op, f"{argument} is differentiated", f"derivatives of {', '.join(served)} in this call", constant)
 
 
 def _constants(op: Op) -> str:

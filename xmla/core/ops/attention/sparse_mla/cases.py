@@ -14,7 +14,7 @@ from xmla.core.formats.mla import (
     MlaLayout,
 )
 from xmla.core.op import Case
-from xmla.core.ops.cases import BF16, mla_pool, normal
+from xmla.core.ops.cases import BF16, empty_pages, mla_pool, normal
 
 INVALID = (-(2**31), -123456, -1, 2**31 - 1)
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
@@ -45,8 +45,10 @@ def _source(
 def make_case(
     tokens: int, heads: int, keys: int, entries: int, layout: MlaLayout = V32, dtype: np.dtype = BF16,
     with_lengths: bool = False, with_sink: bool = False, padding: int = 0,
-    extra: tuple[MlaLayout, int, int] | None = None, rotate: bool = False, **attrs: object,
+    extra: tuple[MlaLayout, int, int] | None = None, rotate: bool = False, rows: bool = False, **attrs: object,
 ) -> Case:  # fmt: skip
+    """`rows`: beside packed entries; they are never read."""
+
     def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
         cache, slots, lengths = _source(rng, layout, tokens, keys, entries, with_lengths, padding, dtype)
         inputs = {
@@ -69,10 +71,15 @@ def make_case(
             angles = rng.uniform(0, 2 * np.pi, (9, 32))
             inputs["cos_sin"] = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
             inputs["positions"] = rng.integers(-1, 10, tokens).astype(np.int32)
+        for source, of in (("", layout), ("extra_", extra and extra[0])):
+            if rows and of is not None and of.packed:
+                pool = inputs[f"{source}cache"]
+                inputs[f"{source}rows"] = empty_pages(len(pool), pool.shape[1], layout.dims, dtype)
         return inputs
 
     kind = layout.name + ("" if extra is None else f"+{extra[0].name}") + ("" if dtype == BF16 else f"-{dtype.name}")
     name = f"t{tokens}-h{heads}-k{keys}-page{entries}-{kind}{'-sink' if with_sink else ''}{'-rotate' if rotate else ''}"
+    name += "-rows" * rows
     return Case(name, make, {"softmax_scale": 0.0721688, **attrs})
 
 
@@ -106,4 +113,5 @@ CASES = (
     make_case(2, 17, 40, 5, PLAIN_V4, extra=(V4, 30, 64), rotate=True),
     make_case(90, 17, 40, 27, with_lengths=True, padding=656),  # entries are unpacked first
     make_case(100, 18, 33, 2, V4, F16, with_sink=True, rotate=True),
+    make_case(2, 5, 20, 4, V4, with_lengths=True, extra=(V4, 9, 2), rows=True),
 )  # fmt: skip

@@ -15,6 +15,8 @@ def reference(
     extra_lengths: np.ndarray | None = None,
     cos_sin: np.ndarray | None = None,
     positions: np.ndarray | None = None,
+    rows: np.ndarray | None = None,
+    extra_rows: np.ndarray | None = None,
     *,
     softmax_scale: float,
     cache_format: str | None = None,

@@ -4,13 +4,19 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from xmla.core.call import Arrays, Limit, Problem, Result, Work
+from xmla.core.call import HALVES, Arrays, Limit, Problem, Result, Tensor, Work
 from xmla.core.formats.mla import VALUE_DIMS, MlaLayout
 from xmla.core.values import ATTENTION_LSE, ATTENTION_OUT
 
 ATTENTION_RESULTS = {
     "out": Result("T H V", lambda p: p.specs["q"].dtype, sizes={"V": lambda p: VALUE_DIMS}, agreement=ATTENTION_OUT),
     "lse": Result("T H", "float32", agreement=ATTENTION_LSE),
+}
+
+# Beside packed entries: what a derivative gives the gradient of these to.
+ROWS_OF_SOURCES = {
+    "rows": Tensor("P R L+E", HALVES, pool=True),
+    "extra_rows": Tensor("EXTRA_P EXTRA_R L+E", HALVES, pool=True),
 }
 
 
@@ -29,6 +35,8 @@ def check_sources(problem: Problem) -> MlaLayout:
             problem.refuse("extra_cache", "format", repr(extra.name), f"one with the dims of {layout.name!r}")
     elif problem.has("extra_lengths"):
         problem.refuse("extra_lengths", "argument", "given", "none without extra_cache")
+    for source in ("", "extra_"):
+        _check_rows(problem, f"{source}rows", f"{source}cache")
     if problem.attrs.lse_base not in ("e", "2"):
         problem.refuse("lse_base", "value", repr(problem.attrs.lse_base), "'e' or '2'")
     return layout
@@ -38,6 +46,18 @@ def _check_dtype(problem: Problem, cache: str, layout: MlaLayout) -> None:
     dtype, expected = problem.specs[cache].dtype, problem.specs["q"].dtype
     if not layout.packed and dtype != expected:
         problem.refuse(cache, "dtype", dtype, f"{expected}, as q")
+
+
+def _check_rows(problem: Problem, rows: str, cache: str) -> None:
+    if not problem.has(rows):
+        return
+    if not problem.has(cache):
+        problem.refuse(rows, "argument", "given", f"none without {cache}")
+    if not (layout := problem.formats[cache]).packed:
+        problem.refuse(rows, "argument", "given", f"none beside {layout.name!r} entries, which have a gradient")
+    dtype, expected = problem.specs[rows].dtype, problem.specs["q"].dtype
+    if dtype != expected:
+        problem.refuse(rows, "dtype", dtype, f"{expected}, as q")
 
 
 def require_both(problem: Problem, one: str, other: str) -> None:

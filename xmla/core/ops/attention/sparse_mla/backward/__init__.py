@@ -1,3 +1,4 @@
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -7,7 +8,7 @@ from xmla.core.ops.attention.sparse_mla.backward import plan as portable
 from xmla.core.ops.attention.sparse_mla.backward.cases import CASES
 from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90 import plan as gluon_sm90
 from xmla.core.ops.attention.sparse_mla.backward.reference import reference
-from xmla.core.ops.attention.sparse_mla.sources import check_sources, source_limits
+from xmla.core.ops.attention.sparse_mla.sources import ROWS_OF_SOURCES, check_sources, source_limits
 from xmla.core.values import GRADIENT
 
 # All can name one entry, whose summands, one for each slot and block of 64 heads, are counted in 32 bits.
@@ -16,10 +17,11 @@ MOST_SLOTS = 2**30
 
 def sparse_mla_backward(
     q, cache, slots, forward_out, forward_lse, dout, dlse=None, lengths=None, sink=None, extra_cache=None,
-    extra_slots=None, extra_lengths=None, *, softmax_scale: float, cache_format: str | None = None,
-    extra_cache_format: str | None = None, lse_base: str = "e", lse_sink: bool = False, deterministic: bool = True,
+    extra_slots=None, extra_lengths=None, rows=None, extra_rows=None, *, softmax_scale: float,
+    cache_format: str | None = None, extra_cache_format: str | None = None, lse_base: str = "e", lse_sink: bool = False,
+    deterministic: bool = True,
 ) -> Any:  # fmt: skip
-    """The derivative of `sparse_mla` over plain rows, from its arguments, its results and the gradients of these.
+    """The derivative of `sparse_mla`, from its arguments, its results and the gradients of these.
 
         p[h,k]   = exp(s[h,k] − z[h])          s and S[t] as in `sparse_mla`, z = ln (Σ_k exp(s[h,k]) + exp(sink[h]))
         Δ[t,h]   = forward_out[t,h] · dout[t,h]
@@ -33,8 +35,9 @@ def sparse_mla_backward(
     order. A slot that stands twice counts twice.
 
     Args:
-        q, cache, slots, lengths, sink, extra_cache, extra_slots, extra_lengths: As in `sparse_mla`; caches are plain
-            rows ("plain", "plain_v4"). Entries that no valid slot names are never read.
+        q, cache, slots, lengths, sink, extra_cache, extra_slots, extra_lengths, rows, extra_rows: As in `sparse_mla`;
+            a cache is of plain rows ("plain", "plain_v4"), or has rows beside it. Entries that no valid slot names are
+            never read, nor are rows and extra_rows.
         forward_out, forward_lse: [T, H, 512], dtype of q, and [T, H] float32: that call's results.
         dout: [T, H, 512], dtype of q: the gradient of its out.
         dlse: [T, H] float32: the gradient of its lse; default 0.
@@ -42,17 +45,22 @@ def sparse_mla_backward(
 
     Returns:
         dq: [T, H, L+E], dtype of q; 0 for a row without valid keys.
-        dcache: [P, R, ROW], dtype of cache; 0 for an entry that no valid slot names.
+        dcache: [P, R, ROW], dtype of cache; 0 for an entry that no valid slot names; [0, 0, 0] of a packed cache.
         dsink: [H] float32; [0] without sink. A head whose forward_out is 0 has Δ = 0 in it, whatever its dout is: so
             has a row without valid keys.
-        dextra_cache: [EXTRA_P, EXTRA_R, EXTRA_ROW]; [0, 0, 0] without extra_cache.
+        dextra_cache: [EXTRA_P, EXTRA_R, EXTRA_ROW], as dcache; [0, 0, 0] without extra_cache.
+        drows: [P, R, L+E], dtype of q: dentry, as dcache is of plain rows; [0, 0, 0] without rows.
+        dextra_rows: [EXTRA_P, EXTRA_R, L+E], as drows.
 
     Raises:
-        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; one of extra_cache and extra_slots is missing.
-        UnsupportedError: A cache is packed: its entries have no place for a gradient. H > 128. More than 2**30 slots.
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; one of extra_cache and extra_slots is missing;
+            rows or extra_rows are given without packed entries.
+        UnsupportedError: A cache is packed and has no rows beside it, to which its entries' gradient would belong. H >
+            128. More than 2**30 slots.
 
-    Numerics: products of operands in q's dtype, summed in float32. A summand's bound is B = |softmax_scale| ·
-    (‖dout[t,h]‖ · max‖value‖ + |Δ| + |dlse|) · max|q[t,h]| + max|dout[t,h]|, over the values that t attends to. Each
+    Numerics: packed entries become rows of q's dtype in the workspace first, and gradients have the bits that those
+    over these rows have. Products of operands in q's dtype, summed in float32. A summand's bound is B = |softmax_scale|
+    · (‖dout[t,h]‖ · max‖value‖ + |Δ| + |dlse|) · max|q[t,h]| + max|dout[t,h]|, over the values that t attends to. Each
     summand is rounded to a multiple of 2**−29 of the greatest Σ_h B of the tokens that name the entry, or less, or of
     2**−126. An entry's whole gradient is NaN if Σ_h B, what B is computed from, or p of one of its summands is not
     finite in float32. dq[t,h] is NaN if its B, or what that is computed from, is not. Both are NaN if p, or the factor
@@ -74,10 +82,10 @@ def sparse_mla_backward(
 
 def check(problem: Problem) -> None:
     for cache, layout in problem.formats.items():
-        if layout.packed:
-            problem.unsupported(
-                cache, "format", repr(layout.name), "derivatives over plain rows, 'plain' or 'plain_v4'"
-            )
+        rows = cache.replace("cache", "rows")
+        if layout.packed and not problem.has(rows):
+            supported = f"derivatives over plain rows, 'plain' or 'plain_v4', or of {rows} beside the entries"
+            problem.unsupported(cache, "format", repr(layout.name), supported)
     check_sources(problem)
     for slots in ("slots", "extra_slots"):
         if problem.has(slots) and prod(problem.specs[slots].shape) > MOST_SLOTS:
@@ -93,7 +101,19 @@ def work(problem: Problem, keys: float | None) -> Work:
     """Five products: scores again, dout · value, and those of dq, and of an entry's gradient by ds and by p."""
     tokens, heads, dims = problem.specs["q"].shape
     references = tokens * (problem["K"] + (problem["EXTRA_K"] if problem.has("extra_cache") else 0))
-    return Work(problem.nbytes, bf16_flops=2.0 * references * heads * (3 * dims + 2 * problem["V"]))
+    unread = sum(problem.specs[name].nbytes for name in ROWS_OF_SOURCES if problem.has(name))
+    return Work(problem.nbytes - unread, bf16_flops=2.0 * references * heads * (3 * dims + 2 * problem["V"]))
+
+
+def gradient_of(rows: str, axes: str) -> Result:
+    """The gradient of plain rows, empty of an argument that is not given, or is packed."""
+
+    def size(problem: Problem, axis: str) -> int:
+        layout = problem.formats.get(rows)
+        return problem[axis] if problem.has(rows) and (layout is None or not layout.packed) else 0
+
+    sizes = {axis: partial(size, axis=axis) for axis in axes.split()}
+    return Result(axes, lambda p: p.specs["q"].dtype, sizes=sizes, agreement=GRADIENT, sum_over="T H")
 
 
 OP = Op(
@@ -113,23 +133,17 @@ OP = Op(
         ),
         "extra_slots": Tensor("T EXTRA_K", INDEX, index_of="EXTRA_P EXTRA_R"),
         "extra_lengths": Tensor("T", INDEX),
+        **ROWS_OF_SOURCES,
     },
     outputs={
         "dq": Result("T H L+E", lambda p: p.specs["q"].dtype, agreement=GRADIENT),
-        "dcache": Result("P R ROW", lambda p: p.specs["cache"].dtype, agreement=GRADIENT, sum_over="T H"),
+        "dcache": gradient_of("cache", "P R ROW"),
         "dsink": Result(
             "H", "float32", sizes={"H": lambda p: p["H"] if p.has("sink") else 0}, agreement=GRADIENT, sum_over="T"
         ),
-        "dextra_cache": Result(
-            "EXTRA_P EXTRA_R EXTRA_ROW",
-            lambda p: p.specs["cache"].dtype,
-            sizes={
-                axis: lambda p, axis=axis: p[axis] if p.has("extra_cache") else 0
-                for axis in ("EXTRA_P", "EXTRA_R", "EXTRA_ROW")
-            },
-            agreement=GRADIENT,
-            sum_over="T H",
-        ),
+        "dextra_cache": gradient_of("extra_cache", "EXTRA_P EXTRA_R EXTRA_ROW"),
+        "drows": gradient_of("rows", "P R L+E"),
+        "dextra_rows": gradient_of("extra_rows", "EXTRA_P EXTRA_R L+E"),
     },
     check=check,
     limits=source_limits,

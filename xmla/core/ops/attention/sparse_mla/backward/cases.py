@@ -3,7 +3,7 @@ from typing import Any
 
 import numpy as np
 
-from xmla.core.formats.mla import PLAIN, PLAIN_V4
+from xmla.core.formats.mla import NOPE, NVFP4, PLAIN, PLAIN_V4, V4, V32, V41, V41_FP4
 from xmla.core.op import Case
 from xmla.core.ops.attention.sparse_mla.cases import F16, F32, make_case
 from xmla.core.ops.attention.sparse_mla.reference import reference
@@ -76,5 +76,24 @@ CASES = (
         make_case(3, 17, 40, 5, PLAIN_V4, with_lengths=True, padding=8, extra=(PLAIN_V4, 30, 64), deterministic=False)
     ),
     backward_of(make_case(2, 70, 70, 9, PLAIN, with_lengths=True, deterministic=False)),
+    backward_of(make_case(3, 5, 33, 16, V32, with_lengths=True, padding=656, rows=True)),
+    backward_of(make_case(2, 40, 40, 2, V4, with_sink=True, padding=64, extra=(V4, 30, 5), rows=True), with_dlse=True),
+    backward_of(
+        make_case(
+            3,
+            17,
+            40,
+            5,
+            PLAIN_V4,
+            with_lengths=True,
+            with_sink=True,
+            extra=(V41, 20, 4),
+            rows=True,
+            extra_cache_format="v41",
+        )
+    ),
+    backward_of(make_case(2, 9, 33, 3, NOPE, F16, with_sink=True, rows=True, cache_format="nope", deterministic=False)),
+    backward_of(make_case(2, 70, 40, 64, NVFP4, rows=True, lse_base="2", deterministic=False), with_dlse=True),
+    backward_of(make_case(2, 3, 20, 4, V41_FP4, rows=True, cache_format="v41_fp4")),
     with_large_gradients(backward_of(duplicates(140))),
 )

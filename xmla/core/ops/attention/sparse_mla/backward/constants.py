@@ -8,6 +8,17 @@ from xmla.core.plan import Constants
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PackedEntries(Constants):
+    """Constants of the kernel that dequantises."""
+
+    LAYOUT: MlaLayout
+    PAGE_STRIDE: int  # bytes
+    PAGE_SIZE: int
+    ROWS: MlaLayout
+    BLOCK: int  # entries of a program
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rows(Constants):
     """The rows of a token's heads."""
 

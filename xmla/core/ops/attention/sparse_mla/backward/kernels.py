@@ -16,6 +16,9 @@ In a call's order (stages.py); those of entries once for each source:
 
 In any order nothing is counted or bounded: `clear_sums_kernel`, `prepare_kernel`, the products with
 `sparse_mla_dcache_any_order_kernel`, then `store_sums_kernel`.
+
+Before all that, packed entries that slots name become rows in the workspace: `count_references_kernel`, then
+`unpack_references_kernel`.
 """
 
 import triton
@@ -26,6 +29,7 @@ from xmla.core.lang.numbers import LOG2E, power_of_two
 from xmla.core.lang.offsets import offset_of
 from xmla.core.lang.slots import keys_of, load_slots
 from xmla.core.lang.sums import SUM_WORDS, SUMMAND_BITS, as_sums, exponent_within, low_bits, parts_of
+from xmla.core.ops.attention.sparse_mla.kernels import unpack_entries
 
 NOT_A_NUMBER = tl.constexpr(-1)  # in place of the references of an entry whose gradient is NaN
 MOST_PROBABLE = tl.constexpr(1.5)  # what exceeds it is the probability of another call
@@ -48,6 +52,19 @@ def count_references_kernel(
     for first in tl.range(0, num_keys, BLOCK):
         slot, ok = load_slots(slots_ptr, token, first, end, num_slots, slot_stride, BLOCK)
         tl.atomic_add(references_ptr + slot, tl.full([BLOCK], 1, tl.int32), mask=ok, sem="relaxed")
+
+
+@triton.jit
+def unpack_references_kernel(
+    references_ptr,  # [P, R] i32
+    cache_ptr,  # [P, R, ROW]
+    num_slots,
+    entries_ptr,  # [P, R, L+E], where a slot names the entry
+    C: tl.constexpr,  # PackedEntries
+):
+    slot = offset_of(tl.program_id(0), C.BLOCK) + tl.arange(0, C.BLOCK)
+    named = tl.load(references_ptr + slot, mask=slot < num_slots, other=0) != 0
+    unpack_entries(cache_ptr, slot, named, entries_ptr, C)
 
 
 @triton.jit

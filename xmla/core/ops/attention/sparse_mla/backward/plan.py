@@ -7,6 +7,7 @@ from xmla.core.ops.attention.sparse_mla.backward.kernels import (
     sparse_mla_dcache_kernel,
     sparse_mla_dq_kernel,
 )
+from xmla.core.ops.attention.sparse_mla.backward.packed import unpacking
 from xmla.core.ops.attention.sparse_mla.backward.stages import (
     around,
     entries_of,
@@ -103,4 +104,4 @@ def plan(problem: Problem, device: Device) -> Plan:
     return around(problem, (dq, *dcaches), additions=1, paired=False)
 
 
-IMPLEMENTATION = Implementation("triton", plan)
+IMPLEMENTATION = Implementation("triton", unpacking(plan))

@@ -17,6 +17,8 @@ def reference(
     extra_cache: np.ndarray | None = None,
     extra_slots: np.ndarray | None = None,
     extra_lengths: np.ndarray | None = None,
+    rows: np.ndarray | None = None,
+    extra_rows: np.ndarray | None = None,
     *,
     softmax_scale: float,
     cache_format: str | None = None,
@@ -24,12 +26,12 @@ def reference(
     lse_base: str = "e",
     lse_sink: bool = False,
     deterministic: bool = True,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, ...]:
     """Reference of `sparse_mla_backward`, in float64."""
     tokens, heads, _ = q.shape
-    sources = [Source(cache, cache_format, slots, lengths)]
+    sources = [Source(cache, cache_format, slots, lengths, q.dtype)]
     if extra_cache is not None and extra_slots is not None:
-        sources.append(Source(extra_cache, extra_cache_format, extra_slots, extra_lengths))
+        sources.append(Source(extra_cache, extra_cache_format, extra_slots, extra_lengths, q.dtype))
     dq, dsink = np.zeros(q.shape), np.zeros(0 if sink is None else heads)
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         for token in range(tokens):
@@ -69,23 +71,29 @@ def reference(
                 right = bound.sum() <= np.finfo(np.float32).max or not deterministic  # False of NaN
                 summands[~(np.isfinite(ds) & right).all(axis=0)] = np.nan
                 np.add.at(source.gradient, named, summands)
-    gradients = [source.gradient.reshape(source.shape) for source in sources]
-    for gradient in gradients:  # NaN of one dim is NaN of all
-        gradient[np.isnan(gradient).any(axis=-1)] = np.nan
-    return dq, gradients[0], dsink, gradients[1] if len(gradients) > 1 else np.zeros((0, 0, 0))
+    none = np.zeros((0, 0, 0))
+    gradients = [(none, none)] * 2  # of a source's plain rows, and of those beside packed entries
+    for place, source in enumerate(sources):
+        gradient = source.gradient.reshape(*source.cache.shape[:2], -1)
+        gradient[np.isnan(gradient).any(axis=-1)] = np.nan  # NaN of one dim is NaN of all
+        gradients[place] = (none, gradient) if source.layout.packed else (gradient, none)
+    (dcache, drows), (dextra_cache, dextra_rows) = gradients
+    return dq, dcache, dsink, dextra_cache, drows, dextra_rows
 
 
 class Source:
     """A cache and its slots, and the gradient of its entries, [P·R, L+E]."""
 
-    def __init__(self, cache: np.ndarray, name: str | None, slots: np.ndarray, lengths: np.ndarray | None) -> None:
+    def __init__(
+        self, cache: np.ndarray, name: str | None, slots: np.ndarray, lengths: np.ndarray | None, dtype: np.dtype
+    ) -> None:
         (self.layout,) = mla_layouts(Spec.of_numpy(cache), name)
-        self.cache, self.slots, self.lengths, self.shape = cache, slots, lengths, cache.shape
-        self.gradient = np.zeros((cache.shape[0] * cache.shape[1], cache.shape[2]))
+        self.cache, self.slots, self.lengths, self.dtype = cache, slots, lengths, dtype
+        self.gradient = np.zeros((cache.shape[0] * cache.shape[1], self.layout.dims))
 
     def entries(self, token: int) -> tuple[np.ndarray, np.ndarray]:
-        """The slots that a token attends to, and their entries in float64 [keys, L+E]."""
+        """The slots that a token attends to, and their entries, rounded to q's dtype, in float64 [keys, L+E]."""
         length = self.slots.shape[1] if self.lengths is None else max(int(self.lengths[token]), 0)
         slot = self.slots[token, :length]
         named = slot[(slot >= 0) & (slot < len(self.gradient))]
-        return named, self.layout.gather(self.cache, named).astype(np.float64)
+        return named, self.layout.gather(self.cache, named).astype(self.dtype).astype(np.float64)

@@ -172,15 +172,6 @@ def _of_entries(
 def _start(problem: Problem, source: str, touched: int) -> tuple[Launch, ...]:
     """Count the slots that name each entry; find norms of those that are named; start sums, touched ones too."""
     specs, entries, cache = problem.specs, entries_of(problem, source), f"{source}cache"
-    named = _named(problem, source)
-    count = Launch(
-        count_references_kernel,
-        grid=(problem["T"],),
-        outputs=("references",),
-        arrays={**named, "references": f"{source}references"},
-        sizes=_slots(problem, source),
-        constexprs={"HAS_LENGTHS": problem.has(f"{source}lengths"), "BLOCK": 1024},
-    )
     start = Launch(
         start_sums_kernel,
         grid=(cdiv(entries, ENTRIES),),
@@ -198,11 +189,24 @@ def _start(problem: Problem, source: str, touched: int) -> tuple[Launch, ...]:
         bound_values_kernel,
         grid=(problem["T"],),
         outputs=("reach",),
-        arrays={**named, "norms": f"{source}norms", "reach": f"{source}reach"},
+        arrays={**_named(problem, source), "norms": f"{source}norms", "reach": f"{source}reach"},
         sizes=_slots(problem, source),
         constexprs={"HAS_LENGTHS": problem.has(f"{source}lengths"), "BLOCK": 1024},
     )
-    return clear(f"{source}references", entries), count, start, reach
+    references = f"{source}references"
+    return clear(references, entries), count_references(problem, source, references), start, reach
+
+
+def count_references(problem: Problem, source: str, references: str) -> Launch:
+    """Count in the buffer `references` the slots that name each entry."""
+    return Launch(
+        count_references_kernel,
+        grid=(problem["T"],),
+        outputs=("references",),
+        arrays={**_named(problem, source), "references": references},
+        sizes=_slots(problem, source),
+        constexprs={"HAS_LENGTHS": problem.has(f"{source}lengths"), "BLOCK": 1024},
+    )
 
 
 def _named(problem: Problem, source: str) -> dict[str, str]:

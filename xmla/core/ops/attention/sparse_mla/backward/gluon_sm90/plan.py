@@ -10,6 +10,7 @@ from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.any_order import (
 from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.common import PIECE_DIMS
 from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.kernel import TILE_KEYS, sparse_mla_backward_sm90_kernel
 from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.order import MOST_KEYS, order_slots_kernel
+from xmla.core.ops.attention.sparse_mla.backward.packed import over_rows, unpacking
 from xmla.core.ops.attention.sparse_mla.backward.stages import around, in_any_order, product_constants
 from xmla.core.ops.attention.sparse_mla.gluon_sm90.common import TILE_HEADS, VALUE_DIMS
 from xmla.core.plan import Condition, Implementation, Launch, Plan, Rows, divided
@@ -103,8 +104,9 @@ def plan(problem: Problem, device: Device) -> Plan:
 
 
 def _between_rows(problem: Problem, device: Device) -> str | None:
+    specs = over_rows(problem).specs
     for name, axes in (("q", (0, 1)), ("dout", (0, 1)), ("cache", (0,))):
-        if not problem.specs[name].on_multiples(16, axes):
+        if not specs[name].on_multiples(16, axes):
             return f"over rows of {name} between multiples of 16 bytes"
     return None
 
@@ -122,4 +124,4 @@ CONDITIONS = (
     Condition(f"K ≤ {MOST_KEYS}", lambda p, device: f"with K = {p['K']}" if p["K"] > MOST_KEYS else None),
     Condition("rows on multiples of 16 bytes", _between_rows),
 )
-IMPLEMENTATION = Implementation("gluon_sm90", plan, CONDITIONS, "gluon")
+IMPLEMENTATION = Implementation("gluon_sm90", unpacking(plan), CONDITIONS, "gluon")
