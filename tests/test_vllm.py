@@ -22,7 +22,7 @@ from xmla.core.models.base import Call, specializations
 from xmla.core.ops.attention.sparse_mla import unpack
 from xmla.core.parallel import Ownership
 from xmla.core.values import Device, Spec, find_device
-from xmla.vllm import indexer, pools, shards, warmup
+from xmla.vllm import indexer, pools, refusals, shards, warmup
 from xmla.vllm.gathered import Gathered, Pages, once_with_prefills
 from xmla.vllm.refusals import key_format, refuse, unserved, unused
 from xmla.vllm.shards import Shards
@@ -419,7 +419,7 @@ GLM = {"model_type": "glm5_next_text", "index_topk": 2048, "index_kpool": 4}
 
 def configured(
     model: dict[str, Any] | None = None, architecture: str = "DeepseekV32ForCausalLM", transfers: Any = None,
-    **changed: Any,
+    cache: str = "auto", **changed: Any,
 ) -> SimpleNamespace:  # fmt: skip
     """What the plugin reads of vLLM's configuration of an engine for DeepSeek-V3.2."""
     found = {
@@ -432,6 +432,7 @@ def configured(
     return SimpleNamespace(
         model_config=SimpleNamespace(hf_text_config=text, architecture=architecture), attention_config=part,
         parallel_config=part, kernel_config=part, kv_transfer_config=transfers,
+        cache_config=SimpleNamespace(cache_dtype=cache),
     )  # fmt: skip
 
 
@@ -443,14 +444,18 @@ def configured(
          "logits of DeepSeek-V4.1's blocks alone (indexer_sparse_logits)"),
         (configured({"model_type": "deepseek_v41", "index_topk": 512},
                     backend=SimpleNamespace(name="FLASHMLA_MEGA_ATTN_DSV41")), "FLASHMLA_MEGA_ATTN_DSV41"),
+        (configured({"model_type": "deepseek_v4", "index_topk": 512}, cache="nvfp4_ds_mla"),
+         "nvfp4_ds_mla of DeepSeek-V4"),
         (configured(indexer_kv_dtype="mxfp4"), "MXFP4 keys of the indexer"),
         (configured(indexer_kv_dtype="bf16", use_fp4_indexer_cache=True), "MXFP4 keys of the indexer"),
         (configured(prefill_context_parallel_size=2, use_ubatching=True),
          "prefill context parallelism, two micro-batches at once"),
     ],
 )  # fmt: skip
-def test_a_configuration_that_is_not_served_is_refused(config: Any, told: str) -> None:
+def test_a_configuration_that_is_not_served_is_refused(config: Any, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it is known before weights are loaded, and whatever backend of attention is named."""
+    monkeypatch.setattr(refusals, "version", lambda _: "0.33.0")
+    refuse(unserved(configured(cache="nvfp4_ds_mla")))
     for model in (*({"model_type": kind, "index_topk": 512} for kind in ("deepseek_v4", "deepseek_v41", "glm")), None):
         refuse(unserved(configured(model)))
     refuse(unserved(configured(GLM)))
@@ -460,6 +465,12 @@ def test_a_configuration_that_is_not_served_is_refused(config: Any, told: str) -
         refuse(unserved(config))
     message = f"xmla.vllm: not served: {told}; without xmla in VLLM_PLUGINS vLLM serves with its own kernels"
     assert str(raised.value) == message
+
+
+def test_entries_of_fp4_are_served_since_a_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusals, "version", lambda _: "0.32.1")
+    with pytest.raises(UnsupportedError, match=r"^xmla.vllm: not served: nvfp4_ds_mla before vLLM 0.33; "):
+        refuse(unserved(configured(cache="nvfp4_ds_mla")))
 
 
 def test_the_same_bits_in_any_batch_are_refused_where_they_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -729,7 +740,7 @@ def test_warmup_of_attention(heads: int, invariant: bool, page: int, sinks: bool
     for extra, held in ((entries, widths), (None, (0,))):
         layer = SimpleNamespace(
             padded_heads=heads, window_size=128, scale=0.1, compress_ratio=128, entry_widths=lambda held=held: held,
-            gathers=impl.gathers,
+            gathers=impl.gathers, formats=(V4, V4),
         )  # fmt: skip
         found = specializations(warmup.attend_calls_v4(layer, window, extra, SIZES, device), device)
 

@@ -48,12 +48,18 @@ OF_INVARIANCE = {
     "vllm.model_executor.models.deepseek_v2.DeepSeekV2FusedQkvAProjLinear",
     "vllm.models.common.ops.fused_allreduce_rms_norm._can_use_flashinfer",
 }
+OF_FP4 = {
+    "vllm.models.deepseek_v32.attention.fused_norm_rope",
+    f"{V41}.attention._use_v41_mxfp8_kv_record",
+    f"{V41}.common.ops.fused_compress_quant_cache._fp32x2_to_fp4x2",
+}
 CLASSES = {"DeepseekV32IndexerBackend", "DeepSeekV2FusedQkvAProjLinear", "Worker"}
 
 
 # What functions take of which the replacement takes something.
 TAKES = {
     "_get_backend_priorities": ("use_mla", "device_capability"), "_select_dsv4_attn_cls": ("vllm_config",),
+    "fused_norm_rope": ("slot_mapping", "mla_kv_cache", "mla_kv_cache_dtype", "kv_c_out", "k_pe_out"),
     "sparse_attn_indexer": sorted(indexer.ARGUMENTS.read | indexer.ARGUMENTS.unread),
     "sparse_attn_indexer_kpool": sorted(pools.ARGUMENTS.read | pools.ARGUMENTS.unread),
 }  # fmt: skip
@@ -112,7 +118,7 @@ class Plugin:
                 "register_backend": lambda _, path: setattr(self, "path", path),
             },
         }
-        for target in EVERY | SINCE_033 | OF_POOLS | OF_INVARIANCE:
+        for target in EVERY | SINCE_033 | OF_POOLS | OF_FP4 | OF_INVARIANCE:
             module, _, name = target.removeprefix("*").rpartition(".")
             modules.setdefault(module, {})[name] = stand_in(name)
         for name, members in read_in_033().items():
@@ -152,7 +158,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch, cuda: bool) -> Any:
 def of(release: str, *targets: set[str], cuda: bool = True) -> set[str]:
     """The functions among `targets` that are replaced."""
     every = set().union(*targets) - (
-        set() if Version(release) >= Version("0.33") else SINCE_033 | OF_POOLS | OF_INVARIANCE
+        set() if Version(release) >= Version("0.33") else SINCE_033 | OF_POOLS | OF_FP4 | OF_INVARIANCE
     )
     return {target.removeprefix("*") for target in every if cuda or not target.startswith("*")}
 
@@ -171,7 +177,8 @@ def test_each_release_has_the_changes_that_are_for_it(plugin: Plugin, release: s
 
 @pytest.mark.parametrize("release", ["0.32.0", "0.33.0"])
 def test_changes_of_one_model_or_mode_are_made_when_asked_for(plugin: Plugin, release: str) -> None:
-    for patches, targets in (("POOL_PATCHES", OF_POOLS), ("INVARIANCE_PATCHES", OF_INVARIANCE)):
+    groups = {"POOL_PATCHES": OF_POOLS, "FP4_PATCHES": OF_FP4, "INVARIANCE_PATCHES": OF_INVARIANCE}
+    for patches, targets in groups.items():
         for _ in range(2):
             plugin.patches.apply_all(getattr(plugin.patches, patches), release)
         assert sorted(plugin.made) == sorted(of(release, targets)), "each once"

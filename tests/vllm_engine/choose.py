@@ -264,7 +264,7 @@ def choose() -> None:
         patches.install(version("vllm"))
     cases = {
         "fp8": selector("fp8"), "bf16": selector("auto"), "dense": selector("auto", use_sparse=False),
-        "ranks that share keys": selector("fp8", use_dcp=True),
+        "ranks that share keys": selector("fp8", use_dcp=True), "fp4": selector("nvfp4_ds_mla"),
     }  # fmt: skip
     config = VllmConfig(device_config=DeviceConfig(device="cpu"))
     with set_current_vllm_config(config):
@@ -277,6 +277,10 @@ def choose() -> None:
             for name in with_an_indexer()
         }
         found["transfers"] = {f"sm_{major}{minor}": transfers((major, minor), config) for major, minor in CAPABILITIES}
+        config.cache_config.cache_dtype = "nvfp4_ds_mla"
+        for name in ("V4", "V41"):
+            found[f"fp4 of {name}"] = attention_of(f"Deepseek{name}ForCausalLM", (9, 0), config)
+        config.cache_config.cache_dtype = "auto"
         versions = ("v4", "v41") if Version(version("vllm")) >= Version("0.33") else ("v4",)
         for each in versions:
             backends = "None", "CUSTOM", f"FLASHMLA_SPARSE_DS{each.upper()}"

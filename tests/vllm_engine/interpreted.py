@@ -14,7 +14,7 @@ import sleeping
 import torch
 from packaging.version import Version
 
-from xmla.vllm.refusals import is_batch_invariant
+from xmla.vllm.refusals import has_fp4_entries, is_batch_invariant
 
 V4 = {
     "DeepseekV4ForCausalLM": interpreted_v4,
@@ -84,6 +84,8 @@ def make_worker() -> type:
     from vllm.v1.worker.gpu import block_table
     from vllm.v1.worker.gpu_worker import Worker as GpuWorker
 
+    from xmla.vllm import patches
+
     topk_topp_sampler.HAS_TRITON = False  # its kernel would run in the interpreter
     layers.dispatch_cpu_unquantized_gemm = linear
     sparse_attn_indexer.SparseAttnIndexer.forward_cpu = sparse_attn_indexer.SparseAttnIndexer.forward_cuda
@@ -110,6 +112,8 @@ def make_worker() -> type:
                 sleeping.install()
                 within["alloc_context"] = lambda: sleeping.pool(self, "workspace")
             workspace.init_workspace_manager(torch.device("cpu"), **within)
+            if has_fp4_entries(self.vllm_config):
+                patches.apply_all(patches.FP4_PATCHES, version("vllm"))
             for architecture, replaced in V4.items():
                 if architecture in self.model_config.architectures:
                     for schema, function in replaced.kernels().items():

@@ -6,7 +6,7 @@ import interpreted_v4
 import torch
 
 from benchmarks.engines.vllm import replaced_v41
-from xmla.core.formats.mla import V4
+from xmla.core.formats.mla import V4, V41
 
 Tensor = torch.Tensor
 # As of V4, whose queries it normalises, with what V4.1 asks besides.
@@ -70,6 +70,7 @@ def insert(
     """The kernel that writes the window's cache, by the Triton kernel that writes entries of one token."""
     from vllm.models.deepseek_v41.common.ops.fused_compress_quant_cache import rope_quant_insert
 
-    assert scale is None and not mxfp8
-    entries = cache.as_strided((len(cache), page_size, V4.row), (cache.stride(0), V4.row, 1))
+    assert scale is None
+    row = V41.row if mxfp8 else V4.row
+    entries = cache.as_strided((len(cache), page_size, row), (cache.stride(0), row, 1))
     rope_quant_insert(kv.contiguous(), positions, cos_sin, entries, slots, 1)

@@ -1,7 +1,7 @@
 """`python parts.py`: steps of the indexer with vLLM's own classes, in the interpreter, without an engine.
 
 Prints whether ranks that share a prefill's rows select what one does, which layers of a group find their selection
-mapped, and the ops of steps whose selection no layer reads.
+mapped, the ops of steps whose selection no layer reads, and whether fused writers leave fp4 entries to xmla.
 """
 
 import json
@@ -15,13 +15,14 @@ from vllm import forward_context
 from vllm.config import CUDAGraphMode
 from vllm.model_executor.layers import sparse_attn_indexer
 from vllm.model_executor.layers.sparse_attn_indexer import PrefillRowShard
+from vllm.models.deepseek_v32.common import kernels
 from vllm.v1.worker import workspace
 
 sys.path.extend(str(Path(__file__).parent.parent / folder) for folder in (".", "shared"))
 import test_vllm as steps
 
 from xmla import torch_api as xt
-from xmla.vllm import backend, indexer
+from xmla.vllm import backend, fp4, indexer
 
 
 def shared_rows(sizes: list[int]) -> bool:
@@ -100,6 +101,32 @@ def ops_of(dense: bool, decodes: int, mode: CUDAGraphMode, layer: str) -> list[s
     return sorted({*called})
 
 
+def written_behind() -> bool:
+    """Whether V3.2's fused kernel leaves entries of each cache dtype to xmla, and those of its tokens are there."""
+    tokens, generator = 5, torch.Generator().manual_seed(1)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.bfloat16)
+
+    written, write = [], xt.write_mla_cache
+    xt.write_mla_cache = lambda *args, **more: (written.append(args[3].shape[2]), write(*args, **more))[1]
+    slots = torch.tensor([7, 0, -1, -1, -1])
+    for dtype, row in (("fp8_ds_mla", 656), (fp4.DTYPE, 352)):
+        cache, latent, rope = torch.zeros(2, 4, row, dtype=torch.uint8), draw(tokens, 512), draw(tokens, 64)
+        made = torch.empty_like(latent), torch.empty_like(rope)
+        fp4.write_behind(kernels.fused_norm_rope)(
+            torch.arange(tokens), draw(tokens, 32), draw(32), 1e-6, latent, draw(512), 1e-6, rope, draw(16, 64),
+            None, None, None, 1e-6, None, torch.zeros(tokens, 8, dtype=torch.int32), slot_mapping=slots,
+            mla_kv_cache=cache, mla_kv_cache_dtype=dtype, has_indexer=False, kv_c_out=made[0], k_pe_out=made[1],
+        )  # fmt: skip
+        assert cache.flatten(0, 1).any(dim=1).nonzero().flatten().tolist() == [0, 7]
+        if written:
+            kept, read = torch.cat(made, dim=1)[:2].float(), xt.read_mla_cache(cache, slots[:2].int()).float()
+            assert (read - kept).abs().max() < 0.1 * kept.abs().max()
+    xt.write_mla_cache = write
+    return written == [352]
+
+
 if __name__ == "__main__":
     workspace.init_workspace_manager(torch.device("cpu"))
     NONE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.FULL
@@ -107,6 +134,7 @@ if __name__ == "__main__":
         json.dumps({
             "rows": [shared_rows(sizes) for sizes in ([13], [4, 9], [1, 11, 1])],
             "mapped": found_mapped(),
+            "written": written_behind(),
             "dense": ops_of(True, 0, NONE, "attention"),
             "sparse": [
                 ops_of(False, 0, NONE, "attention"), ops_of(True, 1, NONE, "attention"), ops_of(True, 0, NONE, ""),

@@ -1,6 +1,7 @@
 """`python serve.py MODEL OUT`: serve requests that join late with vLLM on xmla's ops.
 
-Writes the tokens of each request, their log-probabilities, and how often each op was called; with --beside also how far
+Writes the tokens of each request, their log-probabilities, how often each op was called, the sizes of caches' entries
+and how many blocks they have; with --beside also how far
 V4.1's calls are apart from vLLM's own, in all layers for all tokens of the prompts, since these are asked for.
 With --reference every op is its NumPy reference; with --gather all prefills attend to gathered rows; with --ranks
 several processes share heads and keys, which --interleave counts, with --late only after the model is made. With
@@ -224,6 +225,10 @@ def serve(
         answers |= {"again": ask(), "discarded": sleeping.MEMORY.discarded}
     answered: dict[str, Any] = {"beside": vars(compared)} if compared else {}
     answered |= answers | told(engine) | {"preempted": preempted}
+    layers = engine.vllm_config.compilation_config.static_forward_context.values()
+    caches = [cache for layer in layers if isinstance(cache := getattr(layer, "kv_cache", None), torch.Tensor)]
+    answered["entries"] = sorted({cache.shape[-1] for cache in caches if cache.numel()})
+    answered["blocks"] = engine.vllm_config.cache_config.num_gpu_blocks
     attention_calls = [call for call in MADE.values() if call.op == "sparse_mla"]
     answered["invariant"] = sorted({call.attrs.get("batch_invariant", False) for call in attention_calls})
     out.write_text(json.dumps(answered | {"unlisted": unlisted(MADE.values(), partial(calls, engine.vllm_config))}))

@@ -171,6 +171,34 @@ def test_what_engines_on_a_gpu_are_asked(run: Callable[..., Any], models: dict[s
     assert answered["attention"] == ["XmlaSparseImpl"] and answered["calls"].keys() >= CALLED
 
 
+@pytest.mark.skipif(OLD, reason="with xmla since 0.33")
+def test_tokens_over_fp4_entries(kernels: dict[str, Any], serve: Callable[..., Any]) -> None:
+    """Entries of 352 bytes beside keys of 132, also where prefills gather rows.
+
+    Log-probabilities are 0.05 to 0.10 from those over entries in fp8.
+    """
+    cache = "--cache", "nvfp4_ds_mla"
+    gathered, reference = serve(*cache, "--gather"), serve(*cache, "--reference")
+    assert gathered["tokens"] == reference["tokens"]
+    assert gathered["calls"]["read_mla_cache"] > 0
+    assert (kernels["entries"], gathered["entries"]) == ([132, 656], [132, 352])
+    assert gathered["blocks"] == pytest.approx(kernels["blocks"] * (132 + 656) / (132 + 352), rel=0.01)
+    for name, logprobs in kernels["logprobs"].items():
+        apart = [abs(a - b) for a, b in zip(reference["logprobs"][name], logprobs, strict=True)]
+        assert 0 < sum(apart) / len(apart) < 0.2, (name, apart)
+
+
+@pytest.mark.skipif(OLD, reason="new in 0.33")
+def test_v41_tokens_over_fp4_entries(
+    v41_kernels: dict[str, Any], serve: Callable[..., Any], models: dict[str, Path]
+) -> None:
+    """A window of 528 bytes beside compressed entries of 288, by vLLM's writers without their instruction."""
+    served = serve("--cache", "nvfp4_ds_mla", model=models["v41"])
+    gathered = serve("--cache", "nvfp4_ds_mla", "--gather", "--reference", model=models["v41"])
+    assert served["entries"] != v41_kernels["entries"] and {288, 528} < {*served["entries"]}
+    assert served["tokens"] == gathered["tokens"]
+
+
 def test_glm_every_op_ran(glm_kernels: dict[str, Any]) -> None:
     """Two layers that select pools, behind one of linear attention whose states share their pages."""
     calls = glm_kernels["calls"]
@@ -460,7 +488,10 @@ def test_where_vllm_takes_it(run: Callable[..., Any]) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     refused = json.loads(done.stdout.splitlines()[-1])
     assert [*refused["fp8"]] == ARCHITECTURES
-    assert refused["fp8"] == refused["bf16"] == refused["ranks that share keys"]
+    assert refused["fp8"] == refused["bf16"] == refused["fp4"] == refused["ranks that share keys"]
+    unserved = "nvfp4_ds_mla before vLLM 0.33, " if OLD else ""
+    assert refused["fp4 of V4"].startswith(f"xmla.vllm: not served: {unserved}nvfp4_ds_mla of DeepSeek-V4; ")
+    assert OLD or refused["fp4 of V41"] == "XmlaV41Attention"
     assert {name for name, reasons in refused["fp8"].items() if not reasons} == {*ARCHITECTURES} - {"sm_80"}
     assert refused["fp8"]["sm_80"] == ["compute capability not supported"]
     assert all("non-sparse not supported" in reasons for reasons in refused["dense"].values())
@@ -534,12 +565,13 @@ def test_steps_by_the_metadata_of_newer_releases(run: Callable[..., Any]) -> Non
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["rows"] == [True] * 3
     assert found["mapped"] == [False, True, False, False, True, False, False]
+    assert found["written"]
     assert found["dense"] == ["write_indexer_cache"]
     assert found["sparse"] == [["indexer_topk", "indexer_topk_paged", "write_indexer_cache"]] * 5
 
 
 def test_every_change_is_told_with_what_would_remove_it(run: Callable[..., Any]) -> None:
-    every = "patches.PATCHES + patches.POOL_PATCHES + patches.INVARIANCE_PATCHES"
+    every = "patches.PATCHES + patches.POOL_PATCHES + patches.FP4_PATCHES + patches.INVARIANCE_PATCHES"
     done = run("", "-c", f"from xmla.vllm import patches; print(*(patch.name for patch in {every}))")
     assert done.returncode == 0, done.stderr[-3000:]
     names = done.stdout.splitlines()[-1].split()

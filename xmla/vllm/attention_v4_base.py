@@ -17,7 +17,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.workspace import current_workspace_manager
 
 from xmla import torch_api as xt
-from xmla.core.formats.mla import VALUE_DIMS
+from xmla.core.formats.mla import V4, V41, V41_FP4, VALUE_DIMS, MlaLayout
 from xmla.core.models import memory
 from xmla.torch_api._arrays import device_of
 from xmla.vllm.gathered import Gathered, Pages, once_a_step, rows_are_faster
@@ -29,6 +29,10 @@ LEFT = (
     "rotation and quantisation of queries, writers of all caches with the compressors, selection where top-k is all "
     "entries, slots of the window, the output's inverse rotation and projection, mHC"
 )
+
+
+# By the bytes of an entry: rows of 528 and 288 bytes have other formats too.
+FORMATS = {layout.row: layout for layout in (V4, V41, V41_FP4)}
 
 
 def make_window_backend(backend: Any) -> type:
@@ -75,6 +79,14 @@ class V4AttentionBase:
     attn_sink: torch.Tensor  # [H] float32
     topk_indices_buffer: torch.Tensor  # [tokens, K] int32
     swa_cache_layer: Any
+    swa_bytes_per_token: int  # V4.1's; V4 has neither
+    compressed_bytes_per_token: int
+
+    @property
+    def formats(self) -> tuple[MlaLayout, MlaLayout]:
+        """Formats of the window's entries and of the compressed ones."""
+        rows = getattr(self, "swa_bytes_per_token", V4.row), getattr(self, "compressed_bytes_per_token", V4.row)
+        return FORMATS[rows[0]], FORMATS[rows[1]]
 
     @abstractmethod
     def entry_widths(self) -> tuple[int, ...]:
@@ -113,7 +125,8 @@ class V4AttentionBase:
         self.max_entry_slots = max(widths)
         self.gathers, device = rows_are_faster(self.padded_heads), device_of(self.attn_sink.device)
         self.reserved = memory.scratch_v4(
-            self.padded_heads, self.window_size, widths, tokens, device, self.most_rows(tokens) if self.gathers else 0
+            self.padded_heads, self.window_size, widths, tokens, device, self.most_rows(tokens) if self.gathers else 0,
+            self.formats,
         )  # fmt: skip
         self.workspace(tokens)
 
@@ -163,11 +176,14 @@ class V4AttentionBase:
         slots, counts = window
         space = self.workspace(len(counts))
         extra: tuple[torch.Tensor | None, ...] = None, None, None
-        if compressed is not None:
+        window_format, entry_format = self.formats
+        if compressed is None:
+            entry_format = None
+        else:
             extra = self.entry_cache(), *self.map_entries(compressed, part, decodes, space.slots, space.counts)
         xt.sparse_mla(
             q[part], self.swa_cache_layer.kv_cache, slots, counts, self.attn_sink, *extra, softmax_scale=self.scale,
-            out=(output[part], space.lse), workspace=space.scratch,
+            out=(output[part], space.lse), workspace=space.scratch, **memory.format_names(window_format, entry_format),
         )  # fmt: skip
 
     def map_entries(
@@ -185,11 +201,12 @@ class V4AttentionBase:
     ) -> None:
         """`attend` of prefills, over rows of the entries in both caches."""
         window = once_a_step(step, "slots of rows", lambda: rows.pages.slots(step.block_table, step.block_size))
-        xt.read_mla_cache(self.swa_cache_layer.kv_cache, window, out=rows.window)
+        window_format, entry_format = (layout.name for layout in self.formats)
+        xt.read_mla_cache(self.swa_cache_layer.kv_cache, window, cache_format=window_format, out=rows.window)
         extra: tuple[torch.Tensor | None, ...] = None, None, None
         if rows.entries is not None:
             entries = rows.entries
-            xt.read_mla_cache(self.entry_cache(), entries.slots, out=entries.rows)
+            xt.read_mla_cache(self.entry_cache(), entries.slots, cache_format=entry_format, out=entries.rows)
             selected, pages = self.entry_positions(compressed, part), entries.pages
             xt.map_slots(
                 selected, pages.table, pages.requests, page_size=pages.page, out=(entries.selected, entries.counts)

@@ -27,15 +27,18 @@ from vllm.v1.worker.workspace import current_workspace_manager
 
 from xmla import torch_api as xt
 from xmla.core.call import ALIGNED, whole_vectors
-from xmla.core.formats.mla import PLAIN, PLAIN_V4, V32, VALUE_DIMS
+from xmla.core.formats.mla import NVFP4, PLAIN, PLAIN_V4, V32, VALUE_DIMS, MlaLayout
 from xmla.core.models import memory
 from xmla.core.values import KNOWN_DEVICES, Device
 from xmla.torch_api._arrays import device_of
+from xmla.vllm import fp4
 from xmla.vllm.gathered import Gathered, Pages, once_with_prefills, rows_are_faster
 from xmla.vllm.refusals import is_batch_invariant, pool_size, refuse
 from xmla.vllm.shards import Shards
 
 log = init_logger("vllm.xmla")
+# By vLLM's names of cache dtypes.
+PACKED = {"fp8_ds_mla": V32, fp4.DTYPE: NVFP4}
 REPLACED = "cache writes, indexer logits and top-k, slots, sparse MLA of prefill and decode"
 LEFT = (
     "dense attention of prefills no longer than top-k (sparse_mla_force_mqa turns it off), rotation and quantisation "
@@ -49,7 +52,7 @@ class XmlaSparseBackend(FlashMLASparseBackend):
     vLLM compares the name to turn "fp8" into its packed format.
     """
 
-    supported_kv_cache_dtypes: ClassVar = ["auto", "bfloat16", "fp8_ds_mla", "fp8"]
+    supported_kv_cache_dtypes: ClassVar = ["auto", "bfloat16", *PACKED, "fp8"]
 
     @staticmethod
     def get_builder_cls() -> type:
@@ -106,7 +109,7 @@ class XmlaSparseMetadataBuilder(SparseMLACommonMetadataBuilder[XmlaSparseMetadat
         super().__init__(*args, **kwargs)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True, supports_dcp_with_varlen=True)
         heads = self.model_config.get_num_attention_heads(self.vllm_config.parallel_config)
-        packed = self.vllm_config.cache_config.cache_dtype == "fp8_ds_mla"
+        packed = self.vllm_config.cache_config.cache_dtype in PACKED
         self.gathers = packed and rows_are_faster(heads) and self.dcp_world_size == 1 and not is_batch_invariant()
         self.supports_draft_decode_metadata_update = self.dcp_world_size == 1  # read since 0.33
 
@@ -178,15 +181,16 @@ class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
         self.invariant = is_batch_invariant()
         self.gathers = rows_are_faster(self.num_heads) and self.dcp_world_size == 1 and not self.invariant
         # Without roped dims packed entries and their queries have zeros in place of these, as vLLM's own have.
-        packed, self.roped = self.kv_cache_dtype == "fp8_ds_mla", self.head_size == PLAIN.dims
-        self.layouts = (V32, PLAIN) if packed or self.roped else (PLAIN_V4,)
-        if packed and not self.roped:
-            self.supports_dense_mha_prefill = False  # its workspace is as wide as the model's entries
+        packed, self.roped = PACKED.get(self.kv_cache_dtype), self.head_size == PLAIN.dims
+        self.layouts: tuple[MlaLayout, ...] = (packed or V32, PLAIN) if packed or self.roped else (PLAIN_V4,)
+        # Its workspace is as wide as the model's entries, and its copy of cached ones reads no others.
+        if packed is NVFP4 or (packed and not self.roped):
+            self.supports_dense_mha_prefill = False
         # Of pools those before the tail may be fewer than are selected.
         self.compact = self.dcp_world_size > 1 or pool_size(config) > 1
         self.reserved = memory.scratch_v32(self.query_heads, keys, tokens, device, self.gathers, self.layouts)
         self.at_once = tokens
-        if self.invariant and (a_token := invariant_scratch(self.query_heads, keys, device)):
+        if self.invariant and (a_token := invariant_scratch(self.layouts, self.query_heads, keys, device)):
             self.reserved = max(self.reserved, ALIGNED * a_token)
             self.at_once = whole_vectors(self.reserved // a_token)
         self.workspace(tokens, 1)
@@ -299,9 +303,9 @@ def groups_of(selected: torch.Tensor) -> Any:
     return GROUPS[selected]
 
 
-def invariant_scratch(heads: int, keys: int, device: Device) -> int:
+def invariant_scratch(layouts: tuple[MlaLayout, ...], heads: int, keys: int, device: Device) -> int:
     """Bytes that a token's splits take with batch_invariant, which divides the keys of any number of tokens alike."""
-    calls = (memory.attention(layout, heads, keys, 1, memory.LARGE_POOL) for layout in (V32, PLAIN))
+    calls = (memory.attention(layout, heads, keys, 1, memory.LARGE_POOL) for layout in layouts)
     plans = (replace(call, attrs={**call.attrs, "batch_invariant": True}).plan(device) for call in calls)
     return max(plan.workspace_bytes for plan in plans)
 

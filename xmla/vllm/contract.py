@@ -6,7 +6,7 @@ A field that a release renames would else be told in the first step that reads i
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -18,6 +18,14 @@ from xmla.core.errors import UnsupportedError
 EVERY = SpecifierSet(prereleases=True)
 SINCE_033 = SpecifierSet(">=0.33")
 OTHERWISE = "without xmla in VLLM_PLUGINS vLLM serves with its own kernels"
+
+
+def require(original: Any, arguments: Set[str]) -> None:
+    """Raise UnsupportedError unless a function of vLLM has these arguments."""
+    if missing := sorted(arguments - inspect.signature(original).parameters.keys()):
+        raise UnsupportedError(
+            f"xmla.vllm: vLLM's {original.__name__} has no argument {missing[0]}, which xmla reads; {OTHERWISE}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +48,8 @@ class Arguments:
         Raises:
             UnsupportedError: The op lacks one that is read, or has one that is unknown and has no default.
         """
+        require(original, self.read)
         name, parameters = original.__name__, inspect.signature(original).parameters
-        if missing := sorted(self.read - parameters.keys()):
-            raise UnsupportedError(
-                f"xmla.vllm: vLLM's {name} has no argument {missing[0]}, which xmla reads; {OTHERWISE}"
-            )
         new = parameters.keys() - self.read - self.later - self.unread
         for argument in sorted(new):
             if parameters[argument].default is inspect.Parameter.empty:

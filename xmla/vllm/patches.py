@@ -16,9 +16,9 @@ from vllm.utils.torch_utils import vllm_lib
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from xmla.core.errors import UnsupportedError
-from xmla.vllm import contract, indexer, pools, warmup
+from xmla.vllm import contract, fp4, indexer, pools, warmup
 from xmla.vllm.contract import EVERY, OTHERWISE, SINCE_033
-from xmla.vllm.refusals import has_indexer, is_batch_invariant, pool_size, refuse
+from xmla.vllm.refusals import has_fp4_entries, has_indexer, is_batch_invariant, pool_size, refuse
 
 BACKEND = "xmla.vllm.backend.XmlaSparseBackend"
 INDEXER = "vllm.model_executor.layers.sparse_attn_indexer"
@@ -115,6 +115,8 @@ def patch_worker(worker: type) -> type:
     def prepare(config: Any) -> None:
         if pool_size(config) > 1:
             apply_all(POOL_PATCHES, version("vllm"))
+        if has_indexer(config) and has_fp4_entries(config):
+            apply_all(FP4_PATCHES, version("vllm"))
         if has_indexer(config) and is_batch_invariant():
             apply_all(INVARIANCE_PATCHES, version("vllm"))
 
@@ -139,7 +141,8 @@ PATCHES = (
         SINCE_033,
         takes=("vllm_config",),
     ),
-    # On sm_100 vLLM's caches of V4.1 have entries of 528 bytes; with xmla they have V4's everywhere, as on Hopper.
+    # On sm_100 vLLM's caches of V4.1 have entries of 528 bytes; with xmla they have V4's everywhere, as on Hopper,
+    # unless the user asks for others (`FP4_PATCHES`).
     Patch(f"{V41}.attention", "_use_v41_mxfp8_kv_record", always(False), SINCE_033),
     # The model's layer calls the function as an op (`install` replaces its kernel), fused models by its name.
     Patch(INDEXER, "sparse_attn_indexer", op_by_keywords(indexer)),
@@ -161,6 +164,13 @@ POOL_PATCHES = (
     Patch(f"{GLM}.sparse_indexer", "sparse_attn_indexer_kpool", op_by_keywords(pools), SINCE_033),
     # As of `INDEXER`.
     Patch(f"{GLM}.sparse_indexer", "has_deep_gemm", always(True), SINCE_033),
+)
+# For caches of nvfp4_ds_mla, which vLLM's own kernels write and read on sm_100 alone.
+FP4_PATCHES = (
+    Patch("vllm.models.deepseek_v32.attention", "fused_norm_rope", fp4.write_behind, SINCE_033),
+    # A window of 528 bytes beside compressed entries of 288, on any GPU.
+    Patch(f"{V41}.attention", "_use_v41_mxfp8_kv_record", always(True), SINCE_033),
+    Patch(f"{V41}.common.ops.fused_compress_quant_cache", "_fp32x2_to_fp4x2", lambda _: fp4.pack_pair, SINCE_033),
 )
 # With VLLM_BATCH_INVARIANT=1, where vLLM leaves a kernel to the number of tokens of a step.
 INVARIANCE_PATCHES = (

@@ -2,7 +2,10 @@
 
 import os
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any
+
+from packaging.version import Version
 
 from xmla.core.errors import UnsupportedError
 
@@ -34,6 +37,7 @@ def unserved(config: Any) -> dict[str, bool]:
     if not has_indexer(config):
         return {}
     invariant, architecture = is_batch_invariant(), config.model_config.architecture
+    fp4 = has_fp4_entries(config)
     return {
         # Its layers may take attention of their own beside xmla's indexer, as Dots3-Note's do.
         f"the architecture {architecture}": architecture not in SERVED,
@@ -45,6 +49,10 @@ def unserved(config: Any) -> dict[str, bool]:
         and key_format() != "fp8",
         "decode context parallelism of pooled keys": pool_size(config) > 1
         and parallel.decode_context_parallel_size > 1,
+        # The writers that `patches` changes for them, of other releases, were not looked at.
+        "nvfp4_ds_mla before vLLM 0.33": fp4 and Version(version("vllm")) < Version("0.33"),
+        # No release has entries of V4 in it.
+        "nvfp4_ds_mla of DeepSeek-V4": fp4 and model.model_type == "deepseek_v4",
         # vLLM's op for these, not `sparse_attn_indexer`. It has the option since 0.33.
         "logits of DeepSeek-V4.1's blocks alone (indexer_sparse_logits)": getattr(
             attention, "indexer_sparse_logits", False
@@ -76,6 +84,11 @@ def key_format() -> str:
 
     asked = getattr(deep_gemm, "mqa_logits_use_mx_scales", None)
     return "fp8_ue8m0" if asked is not None and asked() else "fp8"
+
+
+def has_fp4_entries(config: Any) -> bool:
+    """Whether attention's entries are those of the cache dtype `nvfp4_ds_mla`."""
+    return config.cache_config.cache_dtype == "nvfp4_ds_mla"
 
 
 def pool_size(config: Any) -> int:

@@ -198,21 +198,23 @@ def attend_calls(impl: Any, cache: Spec, sizes: Sizes, device: Device) -> Iterat
 def attend_calls_v4(layer: Any, window: Spec, cache: Spec | None, sizes: Sizes, device: Device) -> Iterator[Call]:
     """Calls of `attention_v4_base`, over the window's cache and that of compressed entries, and over rows of both."""
     sink, scale = {"sink": Spec((layer.padded_heads,), "float32")}, {"softmax_scale": layer.scale}
-    pools: list[tuple[Spec, Spec | None]] = [(window, cache)]
+    names = memory.format_names(layer.formats[0], None if cache is None else layer.formats[1])
+    pools: list[tuple[Spec, Spec | None, dict[str, Any]]] = [(window, cache, names)]
     if layer.gathers:
         rows = partial(memory.pool, PLAIN_V4, memory.LARGE_POOL)
-        pools.append((rows(memory.PAGE), None if cache is None else rows(cache.shape[1])))
-        for pool in filter(None, pools[0]):
-            yield Call("read_mla_cache", {"cache": pool, "slots": Spec((1,), "int32")}, {})
+        pools.append((rows(memory.PAGE), None if cache is None else rows(cache.shape[1]), {}))
+        for pool, name in zip(filter(None, (window, cache)), names.values(), strict=True):
+            yield Call("read_mla_cache", {"cache": pool, "slots": Spec((1,), "int32")}, {"cache_format": name})
         yield map_call(memory.PAGE, window.shape[1])
         if cache is not None:
             yield map_call(cache.shape[1], cache.shape[1])
-    for width, tokens, (first, second) in product(layer.entry_widths(), token_counts(device, sizes.tokens), pools):
+    of_pools = product(layer.entry_widths(), token_counts(device, sizes.tokens), pools)
+    for width, tokens, (first, second, named) in of_pools:
         q = Spec((tokens, layer.padded_heads, PLAIN_V4.dims), "bfloat16")
         called = memory.arguments(q, first, layer.window_size, second, width) | sink
         if second is not None:
             called["extra_lengths"] = called["lengths"]
-        yield Call("sparse_mla", called, scale)
+        yield Call("sparse_mla", called, scale | named)
     if cache is not None:
         for width in layer.entry_widths():
             yield map_call(width, cache.shape[1]).with_unaligned()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from functools import lru_cache
+from typing import Any
 
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32, MlaLayout
 from xmla.core.models.base import Call
@@ -30,10 +31,22 @@ def arguments(q: Spec, cache: Spec, keys: int, extra: Spec | None = None, width:
     return specs if extra is None else specs | {"extra_cache": extra, "extra_slots": Spec((tokens, width), "int32")}
 
 
-def attention(layout: MlaLayout, heads: int, keys: int, tokens: int, pages: int, extra: int = 0) -> Call:
-    """Attention of so many tokens to `keys` slots each, and to `extra` ones of a second pool of the same format."""
-    q, cache = Spec((tokens, heads, layout.dims), "bfloat16"), pool(layout, pages)
-    return Call("sparse_mla", arguments(q, cache, keys, cache if extra else None, extra), {"softmax_scale": 1.0})
+def format_names(layout: MlaLayout, extra: MlaLayout | None = None) -> dict[str, Any]:
+    """Attributes of attention to entries of this format and, if a second pool is there, of `extra`."""
+    return {"cache_format": layout.name} | ({} if extra is None else {"extra_cache_format": extra.name})
+
+
+def attention(
+    layout: MlaLayout, heads: int, keys: int, tokens: int, pages: int, extra: int = 0,
+    extra_layout: MlaLayout | None = None,
+) -> Call:  # fmt: skip
+    """Attention of so many tokens to `keys` slots each, and to `extra` ones of a second pool.
+
+    This has entries of `extra_layout`, by default of the first pool's.
+    """
+    q, second = Spec((tokens, heads, layout.dims), "bfloat16"), extra_layout or layout
+    given = arguments(q, pool(layout, pages), keys, pool(second, pages) if extra else None, extra)
+    return Call("sparse_mla", given, {"softmax_scale": 1.0} | format_names(layout, second if extra else None))
 
 
 def max_workspace_bytes(
@@ -70,16 +83,18 @@ def scratch_v32(
 
 @lru_cache
 def scratch_v4(
-    heads: int, window: int, widths: tuple[int, ...], tokens: int, device: Device, rows: int = 0
+    heads: int, window: int, widths: tuple[int, ...], tokens: int, device: Device, rows: int = 0,
+    formats: tuple[MlaLayout, MlaLayout] = (V4, V4),
 ) -> int:  # fmt: skip
     """Bytes for any step of V4's layers, with as many compressed entries for a token as one of `widths` says.
 
-    Layers without such entries have 0 of them. Up to `rows` entries are gathered.
+    Layers without such entries have 0 of them. Up to `rows` entries are gathered. `formats`: of the window's entries
+    and of the compressed ones.
     """
 
     def calls(tokens: int, pages: int) -> Iterable[Call]:
         # Beside a second pool entries stay packed, unless they are gathered.
-        layouts = (V4,) if all(widths) and not rows else (V4, PLAIN_V4)
-        return (attention(layout, heads, window, tokens, pages, n) for layout in layouts for n in widths)
+        packed = (formats,) if all(widths) and not rows else (formats, (PLAIN_V4, PLAIN_V4))
+        return (attention(first, heads, window, tokens, pages, n, second) for first, second in packed for n in widths)
 
     return max_workspace_bytes(calls, window, tokens, device, rows * PLAIN_V4.dims * 2)
