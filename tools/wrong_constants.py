@@ -15,17 +15,21 @@ from triton.compiler.errors import CompileTimeAssertionFailure
 from tools.compile_plans import DEVICES, planned
 from tools.far_strides import ARCH, front_end
 from xmla.core.compile import Specialization, specialize
-from xmla.core.formats.mla import MLA_LAYOUTS, PLAIN, PLAIN_V4, V4, V32, MlaLayout
+from xmla.core.formats.mla import MLA_LAYOUTS, NVFP4, PLAIN, PLAIN_V4, V4, V32, MlaLayout
 from xmla.core.plan.plan import with_constant
 from xmla.core.values import Spec
 
 CHANGES: dict[str, list[dict[str, object]]] = {
     "v32": [
-        {"values": "e2m1"}, {"tile": 64}, {"latent": 448}, {"scale": "ue8m0"}, {"interleaved": True}, {"rope": 32},
+        {"values": "e5m2"}, {"tile": 64}, {"latent": 448}, {"scale": "ue8m0"}, {"interleaved": True}, {"rope": 32},
         {"rope_values": "e4m3"}, {"row": 658}, {"rope_offset": 530}, {"scale_offset": 514},
     ],
+    "nvfp4": [
+        {"values": "e4m3"}, {"tile": 32}, {"latent": 448}, {"scale": "ue8m0"}, {"interleaved": False}, {"rope": 32},
+        {"rope_values": "bfloat16"}, {"row": 360}, {"rope_offset": 260}, {"scale_offset": 324},
+    ],
     "v4": [
-        {"values": "e2m1"}, {"tile": 32}, {"latent": 384}, {"scale": "float32"}, {"footer": 16},
+        {"values": "e5m2"}, {"tile": 32}, {"latent": 384}, {"scale": "float32"}, {"footer": 16},
         {"rope_values": "quantized"}, {"row": 588}, {"row": 1096}, {"rope_offset": 456},
     ],
     "plain": [{"latent": 448}, {"rope": 32}, {"row": 580}, {"rope_offset": 516}],
@@ -116,7 +120,7 @@ def main() -> None:
     packed, plain, few, two = launched(64, V32), launched(64, PLAIN), launched(16, V32), launched(64, V4, V4)
     derivative, any_order = (differentiated(PLAIN, deterministic) for deterministic in (True, False))
     layouts = [(layout.name, {}, layout) for layout in MLA_LAYOUTS]
-    for layout in (V32, V4, PLAIN):
+    for layout in (V32, NVFP4, V4, PLAIN):
         layouts += [(layout.name, change, replace(layout, **change)) for change in CHANGES[layout.name]]
     for name, change, layout in layouts:
         of_layout = packed if layout.packed else plain

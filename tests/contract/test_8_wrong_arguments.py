@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from xmla import ArgumentError, UnsupportedError, jax_api, torch_api
 from xmla.core.call import INDEX, LARGEST_SIZE
 from xmla.core.compile import interpreter
-from xmla.core.formats.mla import NOPE, PLAIN, PLAIN_V4, V4, V32, V41, V41_FOOTER, V41_FP4, V41_FP4_FOOTER
+from xmla.core.formats.mla import NOPE, NVFP4, PLAIN, PLAIN_V4, V4, V32, V41, V41_FOOTER, V41_FP4, V41_FP4_FOOTER
 from xmla.core.op import Op
 from xmla.core.ops.attention.sparse_mla.cases import make_case
 from xmla.core.plan import Plan
@@ -572,7 +572,7 @@ def takes_gluon(op: str, plan: Callable[..., Plan], device: Device, refusal: str
 
 def test_gluon_refuses_what_it_does_not_support() -> None:
     op = registry()["sparse_mla"]
-    known = "'v32' or 'v4' or 'plain' or 'plain_v4' entries"
+    known = "'v32' or 'v4' or 'nvfp4' or 'plain' or 'plain_v4' entries"
     for case, device, given, supported in (
         (make_case(2, 5, 40, 64), B200, "on NVIDIA B200", "compute capability 9.0"),
         *(
@@ -600,6 +600,14 @@ def test_gluon_refuses_what_it_does_not_support() -> None:
             "with 'v41_fp4' entries beside 'v4' ones, supported: ",
         ),
         (make_case(2, 5, 40, 64, extra=(V32, 20, 64)), "with 'v32' entries beside 'v32' ones, supported: one source"),
+        (
+            make_case(2, 5, 40, 64, NVFP4, extra=(NVFP4, 20, 64)),
+            "with 'nvfp4' entries beside 'nvfp4' ones, supported: ",
+        ),
+        (
+            make_case(2, 5, 40, 64, NVFP4, padding=8),
+            "over rows of cache between multiples of 16 bytes, supported: rows",
+        ),
     ):
         arguments = kit.torch_inputs(op, kit.make(case), "cpu")
         with assume_device(H200), pytest.raises(UnsupportedError, match=f"implementation value is 'gluon' {message}"):

@@ -12,7 +12,7 @@ from conftest import HAS_GPU
 from triton.experimental.gluon._runtime import GluonJITFunction
 
 from xmla.core.errors import ArgumentError, UnsupportedError
-from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32
+from xmla.core.formats.mla import NVFP4, PLAIN, PLAIN_V4, V4, V32
 from xmla.core.op import Case, Op
 from xmla.core.ops.attention.sparse_mla import unpack
 from xmla.core.ops.attention.sparse_mla.backward.cases import backward_of
@@ -60,6 +60,7 @@ def served() -> Iterator[tuple[Op, Case, Device]]:
 
 SM90 = "xmla.core.ops.attention.sparse_mla.gluon_sm90"
 WIDE_V32 = ATTENTION, make_case(1, 17, 330, 64, V32), HOPPER
+WIDE_NVFP4 = ATTENTION, make_case(1, 17, 330, 64, NVFP4), HOPPER
 WIDE_V4 = ATTENTION, make_case(1, 17, 330, 64, V4), HOPPER
 ROWS = ATTENTION, make_case(1, 17, 330, 64, PLAIN), HOPPER
 FEW_HEADS = ATTENTION, make_case(1, 5, 330, 64, V32), HOPPER
@@ -130,6 +131,8 @@ MORE = [
     (ATTENTION, make_case(1, 5, 600, 64, V32), H200),
     (ATTENTION, make_case(1, 5, 600, 2, V4, with_lengths=True, batch_invariant=True), HOPPER),
     (ATTENTION, make_case(1, 5, 600, 2, V4, with_lengths=True, batch_invariant=True), SM120),
+    WIDE_NVFP4,
+    (ATTENTION, make_case(2, 70, 600, 5, NVFP4, with_lengths=True, with_sink=True, padding=16), HOPPER),
     (ATTENTION, over_one_page(make_case(32, 17, 8, 8, V32)), HOPPER),
     (ATTENTION, over_one_page(make_case(32, 17, 8, 8, V32)), SM120),
     (ATTENTION, make_case(1, 17, 600, 64, PLAIN, with_sink=True), B200),
@@ -263,8 +266,8 @@ class Planted:
         return f"{self.module.rpartition('.')[2]}: {' '.join(self.right.split())}"
 
 
-PACKED, CONSUMERS, V32_PRODUCER, V4_PRODUCER = (
-    f"{SM90}.packed{name}" for name in ("", "_consumers", "_producer_v32", "_producer_v4")
+PACKED, CONSUMERS, V32_PRODUCER, NVFP4_PRODUCER, V4_PRODUCER = (
+    f"{SM90}.packed{name}" for name in ("", "_consumers", "_producer_v32", "_producer_nvfp4", "_producer_v4")
 )
 PLAIN_ROWS, COMMON, NARROW = (f"{SM90}.{name}" for name in ("plain", "common", "few_heads"))
 BACKWARD = "xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.kernel"
@@ -287,6 +290,10 @@ PLANTED = [
     Planted(WIDE_V32, CONSUMERS, "    mbarrier.wait(shared.q_full, 0)\n", ""),
     Planted(WIDE_V32, V32_PRODUCER, "mbarrier.wait(shared.empty[0].index(stage), (tile // STAGES & 1) ^ 1)", "pass"),
     Planted(WIDE_V32, V32_PRODUCER, "mbarrier.wait(shared.empty[1].index(stage), (tile // STAGES & 1) ^ 1)", "pass"),
+    Planted(WIDE_NVFP4, NVFP4_PRODUCER, "mbarrier.wait(shared.empty[0].index(stage), (tile // STAGES & 1) ^ 1)",
+            "pass"),
+    Planted(WIDE_NVFP4, NVFP4_PRODUCER, "mbarrier.wait(shared.empty[1].index(stage), (tile // STAGES & 1) ^ 1)",
+            "pass"),
     Planted(WIDE_V4, V4_PRODUCER, "mbarrier.wait(shared.empty[1].index(stage), (tile // STAGES & 1) ^ 1)", "pass"),
     Planted(WIDE_V4, V4_PRODUCER, "        async_copy.wait_group(1)\n        left", "        left"),
     Planted(ROWS, PLAIN_ROWS, "    mbarrier.wait(shared.full[LAST].index(STAGE), pair & 1)\n", ""),
@@ -470,6 +477,8 @@ PLANTED = [
     Planted(WIDE_V4, CONSUMERS, "    shared.p.store(p)\n    fence_async_shared()\n", "    shared.p.store(p)\n"),
     Planted(WIDE_V32, V32_PRODUCER, "        fence_async_shared()\n        mbarrier.arrive(shared.full[0]",
             "        mbarrier.arrive(shared.full[0]"),
+    Planted(WIDE_NVFP4, NVFP4_PRODUCER, "        fence_async_shared()\n        mbarrier.arrive(shared.full[1]",
+            "        mbarrier.arrive(shared.full[1]"),
     Planted(ROWS, PLAIN_ROWS,
             "    mbarrier.wait(shared.full[FIRST].index(STAGE), pair & 1)\n    fence_async_shared()\n",
             "    mbarrier.wait(shared.full[FIRST].index(STAGE), pair & 1)\n"),
@@ -516,6 +525,9 @@ PLANTED = [
             "scale_block(words, scale_bytes, exponent, block)"),
     Planted(WIDE_V4, COMMON, "lse = gl.where(has_keys, (base + gl.log2(denominator)) * EPILOGUE.LSE_UNIT",
             "lse = gl.where(has_keys, (base + gl.log2(total)) * LOG2E"),
+    Planted(WIDE_NVFP4, NVFP4_PRODUCER, "scale_pairs((scale_words >> 32)", "scale_pairs((scale_words >> 24)"),
+    Planted(WIDE_NVFP4, NVFP4_PRODUCER, "gl.join(pairs[0], pairs[2])", "gl.join(pairs[0], pairs[1])"),
+    Planted(WIDE_NVFP4, NVFP4_PRODUCER, "cvt.rn.bf16x2.f32 $1, q, p;", "cvt.rn.bf16x2.f32 $1, p, q;"),
     Planted(WIDE_V32, V32_PRODUCER, "(127 - exponent) * 0x800080", "(128 - exponent) * 0x800080"),
     Planted(FEW_HEADS, NARROW, "16, BLOCK_DIMS // 16)), (1, 0, 3, 2))",
             "16, BLOCK_DIMS // 16)), (1, 0, 2, 3))"),

@@ -13,7 +13,12 @@ from xmla.core.ops.attention.sparse_mla.gluon_sm120 import kernel as sm12x
 from xmla.core.ops.indexer.indexer_logits_paged.gluon_sm100 import kernel as logits
 
 PLAIN = {"plain", "plain_v4"}
-SERVED = {"64 heads": {"v32", "v4"} | PLAIN, "16 heads": {"v32"}, "derivative": PLAIN, "in any order": PLAIN}  # layouts
+SERVED = {
+    "64 heads": {"v32", "v4", "nvfp4"} | PLAIN,
+    "16 heads": {"v32"},
+    "derivative": PLAIN,
+    "in any order": PLAIN,
+}  # layouts
 SERVED |= {"SM12x": {"v32", "v4", "v41", "v41_footer", "nope"} | PLAIN, "sm_100": {"v32", "v4"} | PLAIN}
 FOLDERS = [Path(module.__file__).parent for module in (kernel, sm10x, sm12x, derivative, logits, marks)]
 

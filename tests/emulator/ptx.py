@@ -11,7 +11,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-I8, U16, U32, U64, I32, I64, F32 = (np.dtype(name) for name in ("i1", "u2", "u4", "u8", "i4", "i8", "f4"))
+I8, U8, U16, U32, U64 = (np.dtype(name) for name in ("i1", "u1", "u2", "u4", "u8"))
+I32, I64, F32 = (np.dtype(name) for name in ("i4", "i8", "f4"))
 BOOL = np.dtype(bool)
 WARP = 32
 HALF, BRAIN, E4M3 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
@@ -69,6 +70,14 @@ def _chosen(x: np.ndarray, y: np.ndarray, first: np.ndarray) -> np.ndarray:
     return np.where(first, x, y)
 
 
+def _permuted(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
+    if (selector & 0x8888).any():
+        raise NotImplementedError("replicated signs")
+    pool = np.concatenate(np.broadcast_arrays(_parts(a, U8), _parts(b, U8)), -1)
+    chosen = (selector[..., None] >> np.arange(0, 16, 4, dtype=np.uint32)) & 7
+    return _whole(np.take_along_axis(pool, chosen.astype(np.int64), -1), U32)
+
+
 def _mad(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return a.astype(c.dtype) * b.astype(c.dtype) + c
 
@@ -87,6 +96,7 @@ INSTRUCTIONS: dict[str, tuple[tuple[Any, ...], Callable[..., Any]]] = {
     "cvt.u16.u32": ((U32,), lambda a: a.astype(U16)),
     "cvt.u32.u16": ((U16,), lambda a: a.astype(U32)),
     "cvt.s64.s32": ((I32,), lambda a: a.astype(I64)),
+    "prmt.b32": ((U32, U32, U32), _permuted),
     "mul.f16x2": ((U32, U32), _multiply_pairs(HALF)),
     "mul.bf16x2": ((U32, U32), _multiply_pairs(BRAIN)),
     "mul.f32": ((F32, F32), np.multiply),

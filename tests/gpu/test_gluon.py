@@ -10,7 +10,7 @@ from hopper import ON_HOPPER, supported
 from hypothesis import given, settings
 
 from xmla import jax_api, torch_api
-from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32, MlaLayout
+from xmla.core.formats.mla import NVFP4, PLAIN, PLAIN_V4, V4, V32, MlaLayout
 from xmla.core.op import Case
 from xmla.core.ops.attention.sparse_mla.cases import make_case
 from xmla.core.registry import registry
@@ -62,8 +62,9 @@ def test_tile_edges_of_plain_rows(keys: int) -> None:
 
 @pytest.mark.parametrize("heads", [2, 5, 16, 17, 70])
 @pytest.mark.parametrize("keys", [1, 63, 64, 65, 127, 128, 129, 191, 193, 300])
-def test_tile_edges_of_v32(keys: int, heads: int) -> None:
-    case = make_case(5, heads, keys, 7, V32, with_lengths=True, with_sink=True, lse_sink=keys % 2 == 0)
+@pytest.mark.parametrize("layout", [V32, NVFP4], ids=lambda layout: layout.name)
+def test_tile_edges_of_v32_and_nvfp4(keys: int, heads: int, layout: MlaLayout) -> None:
+    case = make_case(5, heads, keys, 7, layout, with_lengths=True, with_sink=True, lse_sink=keys % 2 == 0)
     agrees(kit.make(case), case)
 
 
@@ -103,7 +104,7 @@ def agrees_by_norm(inputs: dict[str, np.ndarray], case: Case) -> None:
     assert np.allclose(got[1], want[1], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", [V32, V4], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", [V32, NVFP4, V4], ids=lambda layout: layout.name)
 @pytest.mark.parametrize(("heads", "keys", "page"), [(128, 330, 64), (17, 65, 2), (64, 130, 61)])
 def test_entries_that_are_unpacked_first(heads: int, keys: int, page: int, layout: MlaLayout) -> None:
     case = make_case(300, heads, keys, page, layout, with_lengths=True, padding=16)
@@ -138,7 +139,7 @@ def test_scales_far_apart_in_v32(spread: int, rope: int, heads: int) -> None:
     agrees_by_norm(inputs, case)
 
 
-@pytest.mark.parametrize("layout", [PLAIN, PLAIN_V4, V4, V32], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", [PLAIN, PLAIN_V4, V4, V32, NVFP4], ids=lambda layout: layout.name)
 @pytest.mark.parametrize("rise", [2.0, 5.0, 9.0, -9.0])
 def test_scores_that_rise_from_tile_to_tile(rise: float, layout: MlaLayout) -> None:
     """By `rise` in base 2: what they are taken relative to is raised in some tiles, in all, in the first alone."""
@@ -165,6 +166,18 @@ def test_a_key_that_is_nan_in_v32(first: int, byte: int, count: int, heads: int)
     cache[page, entry, first : first + count] = byte
     got = attend(kit.copies(inputs), dict(case.attrs))
     assert got[0][0].isnan().all() and got[1][0].isnan().all()
+
+
+@pytest.mark.parametrize("byte", [323, 256])
+def test_a_key_that_is_nan_in_nvfp4(byte: int) -> None:
+    """A scale, a roped dim: e2m1 has no NaN."""
+    case = make_case(4, 64, 100, 64, NVFP4)
+    inputs = kit.make(case)
+    cache = inputs["cache"]
+    page, entry = divmod(int(inputs["slots"][0][inputs["slots"][0] >= 0][0]), cache.shape[1])
+    cache[page, entry, byte] = 0x7F
+    got = attend(kit.copies(inputs), dict(case.attrs))
+    assert got[0][0].isnan().any() and got[1][0].isnan().all()
 
 
 @pytest.mark.parametrize(("place", "byte"), [("value", 0x7F), ("scale", 0xFF), ("rope", 0xFF)])

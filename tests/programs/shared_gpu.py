@@ -49,6 +49,7 @@ def calls(
     yield attention("v4", q, v4, window)
     yield attention("v4, two sources", q, v4, window, None, None, more, chosen, counts)
     yield attention("v32", wide, v32, chosen, counts)
+    yield attention("nvfp4", wide, packed(352, 512), chosen, counts)
     yield attention("plain", wide, rows, chosen, counts)
     yield attention("v32, each entry dequantised once", wide, v32[:8], chosen % 512, counts)
     yield attention("few heads", wide[:, :16].contiguous(), v32, chosen, counts)

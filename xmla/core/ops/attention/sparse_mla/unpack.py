@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from xmla.core.call import Problem
-from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32, MlaLayout
+from xmla.core.formats.mla import NVFP4, PLAIN, PLAIN_V4, V4, V32, MlaLayout
 from xmla.core.op import Composition, same_names
 from xmla.core.ops.attention.sparse_mla.gluon_marks import mark_entries_kernel
 from xmla.core.ops.attention.sparse_mla.gluon_sm90.plan import IMPLEMENTATION as SM90
@@ -19,7 +19,7 @@ from xmla.core.values import Device, Spec, cdiv, larger, next_power_of_2, smalle
 MIN_REFERENCES = 32
 WARPS, SLOTS, SLOTS_A_TOKEN = 16, 8192, 2048  # of a program that marks: slots at once, and the most of one token
 BLOCK, ENTRIES = 4, 8  # entries that a program unpacks at once, and in all
-ROWS = {V32: PLAIN, V4: PLAIN_V4}
+ROWS = {V32: PLAIN, NVFP4: PLAIN, V4: PLAIN_V4}
 # What attends to the rows, by architecture. GB10 is left out: 48 SMs would read rows at 1.5 TB/s where they take
 # 273 GB/s from memory, and fewer of them than of packed entries are in its L2 cache.
 OVER_ROWS = {120: SM120, 90: SM90}
@@ -146,7 +146,9 @@ def _elsewhere(problem: Problem, device: Device) -> str | None:
 
 CONDITIONS = (
     Condition("compute capability 9.0 or 12.0", _elsewhere),
-    Condition("one source of 'v32' or 'v4' entries, no batch_invariant, more heads than 16 of 'v32' on 9.0", _kept),
+    Condition(
+        "one source of 'v32', 'nvfp4' or 'v4' entries, no batch_invariant, more heads than 16 of 'v32' on 9.0", _kept
+    ),
     Condition(f"entries that slots name {MIN_REFERENCES} times on average", _seldom),
     Condition("queries on multiples of 16 bytes", _rows_unserved),
 )

@@ -1,9 +1,9 @@
-"""Attention over V3.2's and V4's packed entries on Hopper, in Gluon.
+"""Attention over V3.2's, V4's and NVFP4's packed entries on Hopper, in Gluon.
 
 A CTA computes TILE_HEADS heads of a token, one tile of keys after the other; the tiles of a second source follow those
 of the first. Three warpgroups exchange tiles through shared memory and mbarriers:
-- The producer (packed_producer_v32.py, packed_producer_v4.py) gathers entries, converts e4m3 to float16 and stores them
-  in one of two stages.
+- The producer (packed_producer_v32.py, …_v4.py, …_nvfp4.py) gathers entries, converts e4m3 or e2m1 to float16 and
+  stores them in one of two stages.
 - The left consumer (packed_consumers.py) computes S = Q·Kᵀ and its softmax, hands P and the rescaling factor to the
   other, and computes the left half of the columns of P·V.
 - The right consumer computes the right half, and prefetches entries into the L2 cache.
@@ -23,7 +23,7 @@ to who waits for it:
 Numbers: float16 holds e4m3 exactly. An entry is divided by 2**e, the largest of its scales rounded down to a power of
 two, and a row of Q by such a power too; scores are multiplied by both in float32. The values stay divided, so the
 probabilities carry 2**e instead: they are 2**(score + e − maximum), with the maximum over score + e. V4's roped dims
-are values too and in float16 as well: there 2**e is also at least 2**-8 of the largest of them.
+are values too and in float16 as well: there 2**e is also at least 2**-8 of the largest of them. NVFP4's e is always 8.
 
 Register spilling decides the speed. A register spilled inside a loop waits for every load in flight: loads share few
 scoreboards, and gathers leave nothing in the L1 cache. A conversion on the slow unit waits as well. V4 has no roped
@@ -45,6 +45,7 @@ from xmla.core.ops.attention.sparse_mla.gluon_sm90.common import (
     VALUE_DIMS,
 )
 from xmla.core.ops.attention.sparse_mla.gluon_sm90.packed_consumers import attend_left, attend_right, holds_back
+from xmla.core.ops.attention.sparse_mla.gluon_sm90.packed_producer_nvfp4 import produce_nvfp4
 from xmla.core.ops.attention.sparse_mla.gluon_sm90.packed_producer_v4 import (
     BLOCK_WORDS,
     LEFT_BLOCKS,
@@ -82,11 +83,13 @@ class Shared(NamedTuple):
 
 @gluon.jit
 def attend_packed(main, extra, main_tiles, tiles, task, C: gl.constexpr):
-    """Attention of TILE_HEADS heads of a token over V3.2's or V4's entries."""
+    """Attention of TILE_HEADS heads of a token over packed entries."""
     LAYOUT: gl.constexpr = C.LAYOUT
     gl.static_assert(LAYOUT.dims - LAYOUT.tail == VALUE_DIMS, "the two consumers have the columns of 512 value dims")
+    ROPE_VALUES: gl.constexpr = "e4m3" if LAYOUT.values == "e2m1" else "bfloat16"
     gl.static_assert(
-        LAYOUT.rope == ROPE_DIMS and LAYOUT.rope_values == "bfloat16", "packed entries have 64 bf16 roped dims"
+        LAYOUT.rope == ROPE_DIMS and LAYOUT.rope_values == ROPE_VALUES,
+        "packed entries have 64 roped dims, e4m3 beside e2m1 and else bf16",
     )
     SMEM_L: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     SMEM_V: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -141,7 +144,10 @@ def attend_packed(main, extra, main_tiles, tiles, task, C: gl.constexpr):
         [
             (attend_left, (tiles, shared, task, C)),
             (attend_right, (main, extra, main_tiles, tiles, shared, task, C)),
-            (produce_v32 if LAYOUT.tail else produce_v4, (main, extra, main_tiles, tiles, shared, C)),
+            (
+                produce_nvfp4 if LAYOUT.values == "e2m1" else produce_v32 if LAYOUT.tail else produce_v4,
+                (main, extra, main_tiles, tiles, shared, C),
+            ),
         ],
         [4, 4],
         [RIGHT_REGISTERS, PRODUCER_REGISTERS],

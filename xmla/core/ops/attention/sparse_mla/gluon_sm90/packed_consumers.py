@@ -48,10 +48,13 @@ def prefetch(main, extra, main_tiles, tile, slot, C: gl.constexpr):
     entries, scales, ok = entry_pointers(main, extra, main_tiles, tile, slot, C)
     line = gl.expand_dims(gl.arange(0, LINES, layout=gl.SliceLayout(0, THREADS)), 0) * LINE
     ptrs, line = gl.broadcast(gl.expand_dims(entries, 1) + line, line)
-    END: gl.constexpr = LAYOUT.data + LINE * (LAYOUT.footer > 0)
+    PAST: gl.constexpr = LAYOUT.footer > 0 or LAYOUT.values == "e2m1"
+    END: gl.constexpr = LAYOUT.data + LINE * PAST
     gl.static_assert(END <= LINES * LINE, "an entry has more lines than one prefetch takes")
     if LAYOUT.footer:
         ptrs = gl.where(line < LAYOUT.data, ptrs, gl.expand_dims(scales, 1))
+    elif LAYOUT.values == "e2m1":  # its last bytes, which often lie on a line of their own
+        ptrs = gl.where(line < LAYOUT.data, ptrs, gl.expand_dims(entries + (LAYOUT.data - 1), 1))
     needed = gl.expand_dims(ok.to(gl.int32), 1) & (line < END).to(gl.int32)
     gl.inline_asm_elementwise(
         """

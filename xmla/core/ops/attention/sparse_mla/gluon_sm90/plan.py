@@ -2,7 +2,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from xmla.core.call import Problem
-from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32
+from xmla.core.formats.mla import NVFP4, PLAIN, PLAIN_V4, V4, V32
 from xmla.core.ops.attention.sparse_mla.constants import Attention
 from xmla.core.ops.attention.sparse_mla.gluon_sm90.common import HALVES, TILE_HEADS, TILE_KEYS
 from xmla.core.ops.attention.sparse_mla.gluon_sm90.few_heads import BLOCKS, FEW_HEADS
@@ -11,7 +11,7 @@ from xmla.core.ops.attention.sparse_mla.splits import Config, attention_plan
 from xmla.core.plan import Condition, Implementation, Plan
 from xmla.core.values import Device, cdiv, next_power_of_2
 
-FORMATS = (V32, V4, PLAIN, PLAIN_V4)
+FORMATS = (V32, V4, NVFP4, PLAIN, PLAIN_V4)
 # The warps are those of the kernel's first partition. Each group of dims has a power of two that its warps know.
 WIDE = Config(TILE_HEADS.value, TILE_KEYS.value, 4, 1, powers=HALVES.value)
 NARROW = Config(FEW_HEADS.value, TILE_KEYS.value, 4, 1, programs=2, powers=BLOCKS.value)
@@ -63,7 +63,7 @@ def _other_queries(problem: Problem, device: Device) -> str | None:
 
 def _mixed_sources(problem: Problem, device: Device) -> str | None:
     layout, extra = problem.formats["cache"], problem.formats.get("extra_cache")
-    if extra is None or (extra == layout and layout != V32):
+    if extra is None or (extra == layout and layout not in (V32, NVFP4)):
         return None
     return f"with {extra.name!r} entries beside {layout.name!r} ones"
 
@@ -83,7 +83,7 @@ CONDITIONS = (
     Condition("compute capability 9.0", lambda problem, device: None if device.arch == 90 else f"on {device.name}"),
     Condition(" or ".join(repr(layout.name) for layout in FORMATS) + " entries", _other_format),
     Condition("bfloat16 queries over packed entries", _other_queries),
-    Condition("one source, or two of one format but 'v32'", _mixed_sources),
+    Condition("one source, or two of one format but 'v32' or 'nvfp4'", _mixed_sources),
     Condition("rows on multiples of 16 bytes, or 4 for queries over packed entries", _between_rows),
 )
 IMPLEMENTATION = Implementation("gluon_sm90", plan, CONDITIONS, "gluon")
