@@ -201,18 +201,18 @@ KINDS = {
 }  # fmt: skip
 
 
-def transfers(capability: tuple[int, int], config: VllmConfig) -> str:
-    """What is said of a V4.1 whose caches are moved between nodes, or if the release has none of a V3.2."""
+def transfers(capability: tuple[int, int], config: VllmConfig) -> list[str]:
+    """The models whose caches are not moved between nodes: of V3.2, and of V4.1 if the release has it."""
     from vllm.utils import deep_gemm
 
     deep_gemm.current_platform = pretended(capability)
     if hasattr(deep_gemm, "mqa_logits_use_mx_scales"):
         deep_gemm.mqa_logits_use_mx_scales.cache_clear()
     config.kv_transfer_config = object()
-    name = "DeepseekV41ForCausalLM"
-    said = attention_of(name if name in with_an_indexer() else "DeepseekV32ForCausalLM", capability, config)
+    names = [name for name in ("DeepseekV32ForCausalLM", "DeepseekV41ForCausalLM") if name in with_an_indexer()]
+    found = [name for name in names if "kv_transfer_config" in attention_of(name, capability, config)]
     config.kv_transfer_config = None
-    return said
+    return found
 
 
 def text_config(kind: str) -> Any:
