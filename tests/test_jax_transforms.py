@@ -115,6 +115,14 @@ def test_vmap_over_some(name: str, mapped: tuple[str, ...]) -> None:
     check_vmap(op, case, dict.fromkeys(mapped, 0), size=2)
 
 
+@pytest.mark.parametrize("form", ["mxfp4", "fp8_ue8m0"])
+def test_vmap_over_rows_of_keys_in_other_formats(form: str) -> None:
+    """Each element's rows become a page of its own, in the format that their dtypes tell."""
+    op = OPS["indexer_logits"]
+    case = next(case for case in op.cases if case.name.startswith(form))
+    check_vmap(op, case, {"keys": 0, "key_scales": 0}, size=2)
+
+
 @pytest.mark.parametrize("optional", ["extra_cache", "cos_sin"])
 def test_vmap_over_other_pools(optional: str) -> None:
     """A second source and a table of rotations, each batch element's own."""
