@@ -32,13 +32,16 @@ from xmla.core.config import settings, variables
 from xmla.core.op import Op
 from xmla.core.parallel import received_bytes
 from xmla.core.registry import registry
+from xmla.core.support import CHECKED
 from xmla.core.values import H200, KNOWN_DEVICES, Spec
+from xmla.layouts import digest
 from xmla.machine import calls, facts
 from xmla.torch_api._all_ops import TORCH_OPS
 from xmla.torch_api._arrays import from_strided, spec_of
 
 ROOT = Path(__file__).parent.parent
 SERVING = (ROOT / "docs/serving.md").read_text()
+README = (ROOT / "README.md").read_text()
 WIDE = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
 
 
@@ -278,6 +281,51 @@ def test_supports_answers_for_every_device() -> None:
     assert plain.exit_code == 0 and "cache bfloat16[201, 1, 576] (plain)" in plain.output and "H200" not in plain.output
     no = CliRunner().invoke(app, ["supports", "sparse_mla", "H=129", "--device", "GB10"])
     assert no.exit_code == 1 and "at most 128 heads" in no.output and "H200" not in no.output
+
+
+def told_as_json(*words: str, code: int = 0) -> Any:
+    """What a command prints with --json, all of which is JSON."""
+    result = CliRunner().invoke(app, [*words, "--json"])
+    assert result.exit_code == code, (result.output, result.exception)
+    return json.loads(result.stdout)
+
+
+def test_supports_tells_what_has_run() -> None:
+    """As the README does, by the architecture."""
+    table = re.findall(r"^\| ((?:Hopper|Blackwell|SM12x|Ada|Ampere)[^|]*) \|.*\| ([^|]*) \|$", README, re.MULTILINE)
+    told: dict[int, str] = {}
+    for parts, checked in table:
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", checked)
+        for arch in re.findall(r"sm_(\d+)", parts):
+            told[int(arch)] = [*told.values()][-1] if words == "likewise" else words
+    assert told == CHECKED
+    answers = told_as_json("supports", "sparse_mla", "H=16")["devices"]
+    assert [(each["device"], each["checked"]) for each in answers] == [(d.name, CHECKED[d.arch]) for d in KNOWN_DEVICES]
+    shown = CliRunner().invoke(app, ["supports", "sparse_mla", "H=16"], env=WIDE).output
+    assert all(each["checked"] in shown for each in answers)
+    refused = told_as_json("supports", "sparse_mla", "H=129", "--device", "GB10", code=1)["devices"]
+    assert [(each["ok"], each["checked"]) for each in refused] == [(False, "")]
+    assert "at most 128 heads" in refused[0]["reason"]
+    (model,) = told_as_json("supports", "--model", "deepseek_v32", "--device", "H200")["devices"]
+    assert model["ok"] and model["checked"] == CHECKED[90] and "triton" in model["implementations"]["select_topk"]
+
+
+@pytest.mark.usefixtures("device")
+def test_commands_print_json() -> None:
+    """Every command, but for those that write their figures to a file."""
+    plan = told_as_json("plan", "--device", "H200", "--ranks", "4")
+    assert plan["device"] == "NVIDIA H200" and plan["kernels"] > 0
+    assert plan["caches"]["mla_cache"] == {"bytes_per_entry": 656, "bytes_per_page": 656 * 64, "entries_per_page": 64}
+    launch = plan["steps"][0]["calls"][0]["launches"][0]
+    assert launch.keys() == {"kernel", "programs", "warps"} and plan["received_bytes"]
+    verified = told_as_json("verify", "--op", "map_slots")
+    assert verified["ok"] and len(verified["cases"]) == len(registry()["map_slots"].cases)
+    assert verified["cases"][0].keys() == {"op", "case", "error", "agrees", "identical"}
+    assert told_as_json("layouts", "check", "v32:64", "v32:64") == {"same": True, "fields": {}}
+    assert told_as_json("layouts", "check", "v32:64", "v32:128", code=1)["fields"]
+    assert told_as_json("layouts", "digest", "v32:64") == {"digest": digest("v32", 64)}
+    commands = {command.callback.__name__: get_type_hints(command.callback) for command in app.registered_commands}
+    assert {name for name, hints in commands.items() if "as_json" not in hints} == {"demo", "bench"}
 
 
 def test_plan_prints_launches_and_workspace() -> None:

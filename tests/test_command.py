@@ -293,3 +293,11 @@ def test_replay_repeats_whatever_a_check_refused(
     file = reproduce(op, case, argument, value, device, tmp_path, monkeypatch)
     assert repeat(file) is False
     assert f"values: {op.name}: {argument}[" in capsys.readouterr().out
+
+
+def test_replay_prints_json(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert repeat(file, as_json=True) is False
+    told = json.loads(capsys.readouterr().out)
+    assert told["op"] == "map_slots" and told["by"] == "XMLA_CHECK" and told["values"].startswith("map_slots: indices[")
+    assert {(each["framework"], each["ok"]) for each in told["results"]} == {("torch", True), ("jax", True)}
+    assert told["arrays"]["indices"].startswith("int32[") and "torch" in told["others"]

@@ -6,6 +6,7 @@ A subcommand imports what it needs when it runs, so that `xmla --help` is quick.
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -36,8 +37,11 @@ def prepare(
     environment.prepare(interpret=context.invoked_subcommand != "warmup")
 
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
 @app.command()
-def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def info(as_json: AsJson = False) -> None:
     """Versions, devices, and whether kernels run compiled or interpreted."""
     from xmla.cli.info import show_info
 
@@ -134,7 +138,7 @@ def verify(
         str | None, typer.Option(help="By these kernels, such as gluon_sm100: the cases that they serve.")
     ] = None,
     model: Checked = None, cache_format: CacheFormat = None, extra_format: ExtraFormat = None,
-    nope_format: NopeFormat = None, index_format: IndexFormat = None,
+    nope_format: NopeFormat = None, index_format: IndexFormat = None, as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Every op against its reference, and the two front-ends against each other, on this machine.
 
@@ -150,15 +154,15 @@ def verify(
             model, prefill_tokens=[64], cache_format=cache_format, extra_format=extra_format, nope_format=nope_format,
             index_format=index_format,
         )  # fmt: skip
-    raise typer.Exit(code=0 if run(op, every, implementation, config) else 1)
+    raise typer.Exit(code=0 if run(op, every, implementation, config, as_json) else 1)
 
 
 @app.command()
-def replay(file: Annotated[Path, typer.Argument(help="What a failed check wrote.")]) -> None:
+def replay(file: Annotated[Path, typer.Argument(help="What a failed check wrote.")], as_json: AsJson = False) -> None:
     """Repeat the call of a failed check on this machine, in each front-end; exit 1 if it fails here too."""
     from xmla.cli.replay import run
 
-    raise typer.Exit(code=0 if run(file) else 1)
+    raise typer.Exit(code=0 if run(file, as_json) else 1)
 
 
 layouts = typer.Typer(help="Layouts of caches: what a connector compares before it moves pages.", no_args_is_help=True)
@@ -167,19 +171,19 @@ LayoutOf = Annotated[str, typer.Argument(help="A digest, or FORMAT:PAGE such as 
 
 
 @layouts.command("digest")
-def layout_digest(of: LayoutOf) -> None:
+def layout_digest(of: LayoutOf, as_json: AsJson = False) -> None:
     """Print all that decides which byte of a page is what."""
     from xmla.cli.layouts import digest_of
 
-    typer.echo(digest_of(of))
+    typer.echo(json.dumps({"digest": digest_of(of)}) if as_json else digest_of(of))
 
 
 @layouts.command("check")
-def layout_check(first: LayoutOf, second: LayoutOf) -> None:
+def layout_check(first: LayoutOf, second: LayoutOf, as_json: AsJson = False) -> None:
     """Compare two layouts: the fields in which they differ; exit 1 if there are any."""
     from xmla.cli.layouts import check
 
-    raise typer.Exit(code=0 if check(first, second) else 1)
+    raise typer.Exit(code=0 if check(first, second, as_json) else 1)
 
 
 @app.command()
@@ -192,6 +196,7 @@ def supports(
     device: Annotated[list[str] | None, typer.Option(help="Only devices whose names contain this.")] = None,
     model: Checked = None, tensor_parallel: TensorParallel = 1, cache_format: CacheFormat = None,
     extra_format: ExtraFormat = None, nope_format: NopeFormat = None, index_format: IndexFormat = None,
+    as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Whether an op runs at these sizes and formats, on each known device; needs no GPU. Exit 1 if on none of them.
 
@@ -202,14 +207,14 @@ def supports(
     from xmla.core.errors import ArgumentError
 
     if op is not None and model is None:
-        raise typer.Exit(code=0 if show_support(op, asked or [], device) else 1)
+        raise typer.Exit(code=0 if show_support(op, asked or [], device, as_json) else 1)
     if op is not None or model is None:
         raise ArgumentError(f"supports: got {'neither' if op is None else 'both'}, expected an op or --model")
     config = configure(
         model, tensor_parallel, batches=[64], next_n=[1], cache_format=cache_format, extra_format=extra_format,
         nope_format=nope_format, index_format=index_format,
     )  # fmt: skip
-    raise typer.Exit(code=0 if show_model_support(config, device) else 1)
+    raise typer.Exit(code=0 if show_model_support(config, device, as_json) else 1)
 
 
 @app.command()
@@ -219,7 +224,7 @@ def plan(
     k: TopK = None, page_size: PageSize = None, cache_format: CacheFormat = None, extra_format: ExtraFormat = None,
     nope_format: NopeFormat = None, index_format: IndexFormat = None, softmax_scale: Scale = None,
     scale_floor: Floor = None, workspace: Workspace = None, mixed: Mixed = False, ranks: Ranks = None,
-    device: Target = None,
+    device: Target = None, as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """What a model's steps launch, and the bytes of workspace and caches they need; without a GPU for the H200."""
     from xmla.cli.plan import show_plan, typical
@@ -230,7 +235,7 @@ def plan(
         nope_format=nope_format, index_format=index_format, softmax_scale=softmax_scale, scale_floor=scale_floor,
         workspace_bytes=workspace, mixed=mixed, ranks=ranks,
     )  # fmt: skip
-    show_plan(config, device)
+    show_plan(config, device, as_json)
 
 
 @app.command()
@@ -250,8 +255,12 @@ def warmup(
         Path | None,
         typer.Option(help="Take the kernels that such a file has; compile none.", exists=True, dir_okay=False),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:  # fmt: skip
-    """Compile every kernel that a model's steps launch into Triton's cache on disk, in parallel."""
+    """Compile every kernel that a model's steps launch into Triton's cache on disk, in parallel.
+
+    What it does is told on stderr; --json prints the device, the number of kernels and the seconds.
+    """
     if device is None:
         environment.require_gpu("warmup", "--device H200 fills the cache on disk for that device")
     if unpack is not None:
@@ -263,10 +272,14 @@ def warmup(
     if pack is not None or unpack is not None:
         check_steady_keys()
     target = None if device is None else find_device(device)
+    begun = time.perf_counter()
     if unpack is not None:
         present = target or present_device()[0]
         count = read_pack(unpack, present)
         typer.echo(f"{count} kernels of {unpack} ready for {present.name}", err=True)
+        if as_json:
+            seconds = round(time.perf_counter() - begun, 3)
+            typer.echo(json.dumps({"device": present.name, "kernels": count, "seconds": seconds}))
         return
     config = configure(
         model, tensor_parallel, batches=batch, max_lens=max_len, next_n=next_n,
@@ -278,13 +291,16 @@ def warmup(
     if pack is not None:
         write_pack(pack, report.specializations, target or present_device()[0])
         typer.echo(f"{pack}: {pack.stat().st_size / 2**20:.1f} MiB", err=True)
+    if as_json:
+        name, seconds = (target or present_device()[0]).name, round(report.seconds, 3)
+        typer.echo(json.dumps({"device": name, "kernels": len(report.specializations), "seconds": seconds}))
 
 
 def check_unpack_alone(context: typer.Context) -> None:
     """Refuse what would say which kernels to compile, where a file says which there are."""
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
-        if parameter.name not in ("unpack", "device") and source is not None and source.name != "DEFAULT":
+        if parameter.name not in ("unpack", "device", "as_json") and source is not None and source.name != "DEFAULT":
             raise typer.BadParameter(f"expected no {parameter.opts[0]} beside it", param_hint="'--unpack'")
 
 

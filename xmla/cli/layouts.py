@@ -1,5 +1,7 @@
 """`xmla layouts`: the digest of a cache's layout, and in which fields two layouts differ."""
 
+import json
+
 import typer
 
 from xmla.core.errors import ArgumentError
@@ -16,9 +18,12 @@ def digest_of(text: str) -> str:
     return digest(name, int(page))
 
 
-def check(first: str, second: str) -> bool:
-    """Print in which fields two layouts differ, one a line; whether they are the same."""
+def check(first: str, second: str, as_json: bool) -> bool:
+    """Print in which fields two layouts differ, one a line or as JSON; whether they are the same."""
     fields = differences(digest_of(first), digest_of(second))
+    if as_json:
+        typer.echo(json.dumps({"same": not fields, "fields": fields}))
+        return not fields
     for field, (ours, theirs) in fields.items():
         typer.echo(f"{field}: {ours}, {theirs}")
     if not fields:

@@ -1,5 +1,6 @@
 """`xmla verify`: every op's cases against its reference, in both front-ends, and bit for bit between them."""
 
+import json
 from collections.abc import Iterable, Mapping
 from itertools import combinations
 
@@ -113,21 +114,20 @@ def of_formats(op: Op) -> tuple[Case, ...]:
 
 def run(
     names: Iterable[str] | None = None, every: bool = False, implementation: str | None = None,
-    config: Model | None = None,
+    config: Model | None = None, as_json: bool = False,
 ) -> bool:  # fmt: skip
-    """Print a table and a verdict, and on the way each op on stderr; True if everything agrees.
+    """Print a table and a verdict, or both as JSON, and on the way each op on stderr; True if everything agrees.
 
     Raises:
         ArgumentError: There is no op, or no implementation, of a name.
         UnsupportedError: No front-end is installed.
     """
     ops = chosen(names, every, implementation, config)
-    console, stderr = Console(), Console(stderr=True)
+    stderr = Console(stderr=True)
+    console = stderr if as_json else Console()
     front_ends = calls.installed("verify", console)
     kernels = "compiled" if HAS_GPU else "interpreted"
-    table = Table(title=f"xmla verify, {' and '.join(front_ends)}, {kernels}")
-    for name in ("op", "case", "error", "reference", *(["torch = JAX"] if len(front_ends) > 1 else [])):
-        table.add_column(name, overflow="fold")
+    rows: list[dict[str, str | float | bool | None]] = []
     count, wrong, refused = sum(len(cases) for _, cases in ops.values()), 0, 0
     with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
         task = bar.add_task("", total=count)
@@ -145,13 +145,20 @@ def run(
                     refused += 1
                     continue
                 wrong += not (right and identical)
-                row = [name, case.name, f"{error:.1e}", "agrees" if right else "[red]DIFFERS"]
-                table.add_row(*row, *(["identical" if identical else "[red]DIFFERS"] if len(front_ends) > 1 else []))
-    console.print(table)
+                finite = error if np.isfinite(error) else None  # JSON has no infinity
+                row = {"op": name, "case": case.name, "error": finite, "agrees": right}
+                rows.append(row | ({"identical": identical} if len(front_ends) > 1 else {}))
+    if not as_json:
+        console.print(_table(f"xmla verify, {' and '.join(front_ends)}, {kernels}", rows, len(front_ends) > 1))
     formats = {} if config is None else formats_of(config)
-    for name, kinds in formats.items():
-        for kind in kinds - {formats_of_case(ops[name][0], case) for case in ops[name][1]} if name in ops else ():
-            console.print(f"left out: {name} over {' and '.join(kind)}, of which there is no case", soft_wrap=True)
+    left_out = [
+        f"{name} over {' and '.join(kind)}, of which there is no case"
+        for name, kinds in formats.items()
+        if name in ops
+        for kind in kinds - {formats_of_case(ops[name][0], case) for case in ops[name][1]}
+    ]
+    for each in left_out if not as_json else ():
+        console.print(f"left out: {each}", soft_wrap=True)
     every_case = [(op, case) for op, _ in ops.values() for case in op.cases]
     whole = sum(config is None or formats_of_case(op, case) in formats[op.name] for op, case in every_case)
     rest = "" if count == whole else f"; of {whole} cases --all runs the other {whole - count} too"
@@ -160,5 +167,21 @@ def run(
         rest = f"; {implementation} does not serve {refused}{rest}"
     verdict = f"all {count} cases agree{rest}" if not wrong else f"{wrong} of {count} cases DIFFER{rest}"
     good = count > 0 and not wrong
+    if as_json:
+        facts = {"frameworks": [*front_ends], "kernels": kernels, "cases": rows, "left_out": left_out}
+        print(json.dumps(facts | {"ok": good, "verdict": verdict}))
+        return good
     console.print(verdict, style="green" if good else "red", highlight=False, soft_wrap=True)
     return good
+
+
+def _table(title: str, rows: Iterable[Mapping[str, str | float | bool | None]], both: bool) -> Table:
+    """The cases, and with `both` front-ends whether these agree."""
+    table = Table(title=title)
+    for name in ("op", "case", "error", "reference", *(["torch = JAX"] if both else [])):
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        error = "inf" if row["error"] is None else f"{row['error']:.1e}"
+        cells = [str(row["op"]), str(row["case"]), error, "agrees" if row["agrees"] else "[red]DIFFERS"]
+        table.add_row(*cells, *(["identical" if row["identical"] else "[red]DIFFERS"] if both else []))
+    return table

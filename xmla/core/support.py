@@ -11,6 +11,14 @@ from xmla.core.op import Op, plan_call
 from xmla.core.registry import find_op, registry
 from xmla.core.values import DTYPES, Attr, Device, Spec, find_device
 
+# What has run of the kernels for an architecture, as docs/contract.md and the README tell; of others, nothing.
+_STAND_IN = "attention's and logits' code on a Hopper GPU, not on the part"
+CHECKED = {
+    90: "run on H200s", 100: "compiled, not run", 103: "compiled, not run",
+    120: "its code on a Hopper GPU, not on the part", 121: "its code on a Hopper GPU, not on the part",
+    89: _STAND_IN, 80: _STAND_IN,
+}  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Support:
@@ -20,6 +28,7 @@ class Support:
     reason: str = ""
     implementation: str = ""  # what a call asks for it by; empty for a composed op, whose steps have their own
     call: str = ""  # the arguments that the answer is for: dtype, shape, and a cache's format
+    checked: str = ""  # what has run of the kernels for such a device; empty if the call is not supported
 
     def __bool__(self) -> bool:
         return self.ok
@@ -72,7 +81,8 @@ def supports(op: str, device: Device | str, /, **asked: int | str) -> Support:
     except (ArgumentError, UnsupportedError) as error:
         return Support(False, str(error), call=call)
     problem = declared.bind(specs, attrs)
-    return Support(True, implementation="" if declared.steps else declared.choose(problem, device)[0].asked, call=call)
+    asked_by = "" if declared.steps else declared.choose(problem, device)[0].asked
+    return Support(True, implementation=asked_by, call=call, checked=CHECKED.get(device.arch, "nothing"))
 
 
 @cache
