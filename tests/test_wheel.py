@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from importlib.metadata import distribution, distributions
 from pathlib import Path
@@ -14,11 +15,12 @@ from conftest import HAS_GPU
 from packaging.requirements import Requirement
 
 import xmla
-from tools import fresh
+from tools import address, fresh
 from xmla._frameworks import DISTRIBUTION
 from xmla.core.registry import public_ops
 
 ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PROGRAM = """
 import numpy as np
 import torch
@@ -34,7 +36,7 @@ print(xmla.__file__, xmla.__version__, slots.tolist(), sorted(name for name in x
 def make_wheel(folder: Path) -> Path:
     """The wheel, made in a copy of the tree in `folder`."""
     copytree(ROOT / "xmla", folder / "xmla", ignore=ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE", "Makefile"):
+    for name in ("pyproject.toml", PROJECT["readme"], "LICENSE", "Makefile"):
         copy(ROOT / name, folder)
     command = ["make", "wheel", f"PYTHON={sys.executable}"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
@@ -115,6 +117,26 @@ def test_it_runs_where_the_tree_is_not(wheel: Path, tmp_path: Path) -> None:
 def test_the_newest_version_of_the_changes_is_the_packages() -> None:
     versions = re.findall(r"^## (\d+\.\d+\.\d+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert versions[0] == xmla.__version__ and versions == sorted(versions, reverse=True)
+
+
+def test_a_release_names_the_repository(tmp_path: Path) -> None:
+    """In URLs and links alone: the README's programs are the same. Elsewhere a reader of the tree has to know it."""
+    if PROJECT["readme"] != "README.md":
+        pytest.skip("this is a release's tree, which names it already")
+    for name in ("pyproject.toml", "README.md"):
+        copy(ROOT / name, tmp_path)
+    address.write(tmp_path, "https://example.org/xmla", "v9.8.7")
+    project = tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]
+    assert project["urls"]["Changes"] == "https://example.org/xmla/blob/v9.8.7/CHANGELOG.md"
+    page, readme = ((tmp_path / name).read_text() for name in (project["readme"], "README.md"))
+    assert "git clone https://example.org/xmla.git xmla && cd xmla\n" in page and address.PLACE not in page
+    assert "](https://example.org/xmla/blob/v9.8.7/docs/install.md)" in page and "](#support)" in page
+    assert "](https://example.org/xmla/raw/v9.8.7/docs/images/step.svg)" in page
+    assert not address.LINK.search(page) and len(address.LINK.findall(readme)) > 40
+    programs = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    assert programs.findall(page) == programs.findall(readme)
+    files = [file for pattern in ("*.md", "*.toml", "docs/*.md", "xmla/**/*.py") for file in ROOT.glob(pattern)]
+    assert {file.name for file in files if address.PLACE in file.read_text()} == {"README.md", "CONTRIBUTING.md"}
 
 
 def test_nobody_is_told_to_install_another_project() -> None:

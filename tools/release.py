@@ -4,7 +4,8 @@ python tools/release.py [FOLDER]            (dist; `make release` has what it ne
 
 An sdist with the tests, a wheel for any machine, and a wheel with both launchers for each platform, by `zig cc`, which
 compiles for any of them. The second build has to give the same bytes: times are those of SOURCE_DATE_EPOCH, or of the
-commit. tools/use_release.py uses them.
+commit. REPOSITORY, which .github/workflows/release.yml sets, is the repository's address; without it a package has no
+URLs (tools/address.py). tools/use_release.py uses the files.
 """
 
 import gzip
@@ -12,6 +13,7 @@ import hashlib
 import importlib.resources
 import io
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +22,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
+import address
 import jax
 from use_release import USE, run, use
 
@@ -71,6 +74,9 @@ def build(folder: Path) -> list[Path]:
         tree = Path(name)
         with tarfile.open(fileobj=io.BytesIO(subprocess.check_output(["git", "archive", "HEAD"], cwd=ROOT))) as archive:
             archive.extractall(tree, filter="data")
+        if repository := os.environ.get("REPOSITORY"):
+            (version,) = re.findall(r'^__version__ = "(.*)"$', (tree / "xmla/__init__.py").read_text(), re.MULTILINE)
+            address.write(tree, repository, f"v{version}")
         run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, tree, SOURCE_DATE_EPOCH=seconds)
     (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
     repacked(sdist, int(seconds))

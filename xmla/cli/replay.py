@@ -29,12 +29,12 @@ def run(file: Path, as_json: bool = False) -> bool:
     call = load(file)
     op = call.op
     arrays = {name: f"{array.dtype.name}{list(array.shape)}" for name, array in call.arrays.items()}
-    others = {name: str(value) for name, value in ({**call.attrs, "device": call.device} | call.versions).items()}
+    others = {**call.attrs, "device": call.device, **call.versions}
     if not as_json:
         console.print(f"{call.by}: {call.failure}", soft_wrap=True, markup=False)
         table = Table(op.name, "")
-        for name, value in (arrays | others).items():
-            table.add_row(escape(name), escape(value))
+        for name, value in {**arrays, **others}.items():
+            table.add_row(escape(name), escape(str(value)))
         console.print(table)
     violation = find_violation(op, call.arrays, op.attributes(**call.attrs))
     well = violation is None or call.by != "XMLA_CHECK"  # the kernels take any values
@@ -49,9 +49,10 @@ def run(file: Path, as_json: bool = False) -> bool:
             finite = drift.value if isfinite(drift.value) else None  # JSON has no infinity
             distances.append({"framework": framework, **asdict(drift), "value": finite, "ok": drift.ok})
     if as_json:
-        facts = {"op": op.name, "by": call.by, "failure": call.failure, "arrays": arrays, "others": others}
+        facts = {"op": op.name, "by": call.by, "failure": call.failure, "arrays": arrays}
         values = None if violation is None else violation.message
-        print(json.dumps(facts | {"values": values, "results": distances, "ok": well}))
+        facts |= {"others": {name: str(value) for name, value in others.items()}, "values": values}
+        print(json.dumps(facts | {"results": distances, "ok": well}))
         return well
     verdict = "FAILS here: the lines in red" if not well else "does not fail here: its results are within limits"
     console.print(f"the call {verdict}", style=None if well else "red")
