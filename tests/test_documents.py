@@ -1,5 +1,6 @@
 """README and documents: code blocks run, figures are those of the committed results, links lead somewhere."""
 
+import ast
 import inspect
 import os
 import re
@@ -39,6 +40,33 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 PROGRAMS = {page: "\n".join(blocks(page, "python")) for page in PAGES if page.name != "README.md"}
+
+
+def names_of(block: str) -> tuple[set[str], set[str]]:
+    """The names that a block gives, and those that it takes from elsewhere."""
+    nodes = [*ast.walk(ast.parse(block))]
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    gives = {name.id for name in names if isinstance(name.ctx, ast.Store)} | {
+        n.arg for n in nodes if isinstance(n, ast.arg)
+    }
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            gives |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            gives.add(node.name)
+    return gives, {name.id for name in names} - gives
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_block_that_needs_an_earlier_one_says_so(page: Path) -> None:
+    """A reader who copies it alone would meet a NameError; the README's are programs each."""
+    before: set[str] = set()
+    for block in blocks(page, "python"):
+        gives, takes = names_of(block)
+        if needed := takes & before:
+            text = " ".join(page.read_text().split())
+            assert "The blocks of this page are one program" in text and page.name != "README.md", (block, needed)
+        before |= gives
 
 
 @pytest.mark.slow
