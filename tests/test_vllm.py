@@ -21,8 +21,10 @@ from xmla.core.models import memory
 from xmla.core.models.base import Call, specializations
 from xmla.core.ops.attention.sparse_mla import unpack
 from xmla.core.parallel import Ownership
+from xmla.core.registry import registry
 from xmla.core.values import Device, Spec, find_device
-from xmla.vllm import indexer, pools, refusals, shards, warmup
+from xmla.torch_api._arrays import spec_of
+from xmla.vllm import indexer, pools, projection, refusals, shards, warmup, without_e4m3
 from xmla.vllm.gathered import Gathered, Pages, once_with_prefills
 from xmla.vllm.refusals import key_format, refuse, unserved, unused
 from xmla.vllm.shards import Shards
@@ -414,6 +416,12 @@ def test_what_steps_of_decodes_need_is_made_in_every_layer() -> None:
         assert [once_with_prefills(step, name, lambda: next(numbers)) for name in names] == values
 
 
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU with e4m3."""
+    monkeypatch.setattr(refusals, "has_e4m3", lambda: True)
+
+
 GLM = {"model_type": "glm5_next_text", "index_topk": 2048, "index_kpool": 4}
 
 
@@ -452,6 +460,7 @@ def configured(
          "prefill context parallelism, two micro-batches at once"),
     ],
 )  # fmt: skip
+@pytest.mark.usefixtures("hopper")
 def test_a_configuration_that_is_not_served_is_refused(config: Any, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it is known before weights are loaded, and whatever backend of attention is named."""
     monkeypatch.setattr(refusals, "version", lambda _: "0.33.0")
@@ -473,6 +482,7 @@ def test_entries_of_fp4_are_served_since_a_release(monkeypatch: pytest.MonkeyPat
         refuse(unserved(configured(cache="nvfp4_ds_mla")))
 
 
+@pytest.mark.usefixtures("hopper")
 def test_the_same_bits_in_any_batch_are_refused_where_they_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step's prefills take dense attention by the longest of them, and V4 has kernels around xmla's."""
     dense, sparse = ({"sparse_mla_force_mqa": force} for force in (False, True))
@@ -490,6 +500,16 @@ def test_the_same_bits_in_any_batch_are_refused_where_they_are_not(monkeypatch: 
     ):
         with pytest.raises(UnsupportedError, match=f"not served: VLLM_BATCH_INVARIANT=1{told};"):
             refuse(unserved(config))
+
+
+def test_pooled_keys_are_refused_where_vllm_cannot_write_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for there in (True, False):
+        monkeypatch.setattr(refusals, "has_e4m3", lambda there=there: there)
+        refuse(unserved(configured()))
+        if there:
+            refuse(unserved(configured(GLM)))
+    with pytest.raises(UnsupportedError, match="not served: pooled keys on a GPU without e4m3;"):
+        refuse(unserved(configured(GLM)))
 
 
 def test_an_architecture_that_nobody_has_tried_is_refused() -> None:
@@ -787,3 +807,133 @@ def test_warmup_of_every_place_of_rows() -> None:
     """Requests' rows of a table whose width is no multiple of 4 do not start on 16 bytes."""
     kernels = warmup.map_call(64, 64).with_unaligned().specializations(find_device("H200"))
     assert [kernel.unaligned for kernel in kernels] == [frozenset(), {"block_table_ptr", "request_ids_ptr"}]
+
+
+def quantize(weight: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights as e4m3, and a power of two for each block of so many rows and columns."""
+    blocks = weight.unflatten(0, (-1, rows)).unflatten(2, (-1, columns))
+    scales = (blocks.abs().amax((1, 3)) / 448).log2().ceil().exp2()
+    quantized = (blocks / scales[:, None, :, None]).flatten(2).flatten(0, 1)
+    return quantized.to(torch.float8_e4m3fn), scales
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(16, 16), (1, 32), (64, 128)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e8m0fnu, torch.uint8])
+def test_weights_of_the_output_that_a_checkpoint_has_in_e4m3(rows: int, columns: int, dtype: torch.dtype) -> None:
+    """Scales of blocks, of rows of MXFP8, and one for all; as float32, UE8M0 and its bytes."""
+    weight = torch.randn(64, 128)
+    quantized, scales = quantize(weight, rows, columns)
+    want = (quantized.float() * scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)).bfloat16()
+    stored = scales.to(torch.float8_e8m0fnu).view(torch.uint8) if dtype == torch.uint8 else scales.to(dtype)
+    assert torch.equal(projection.dequantize(quantized, stored), want)
+    assert (want.float() - weight).abs().max() < 2**-4 * weight.abs().max()
+    if scales.numel() == 1:
+        assert torch.equal(projection.dequantize(quantized, stored.view([])), want)
+
+
+def test_output_projected_in_groups() -> None:
+    """Beside complex numbers in float64: pairs of each head's last dims, turned back, and a product for each group."""
+    tokens, groups, heads, dim, rope, rank = 5, 2, 3, 12, 8, 6
+    o, weight = torch.randn(tokens, groups * heads, dim), torch.randn(groups, rank, heads * dim)
+    angles = torch.rand(9, rope // 2) * 6
+    positions = torch.tensor([3, 0, 8, 8, 1])
+    turned = torch.view_as_complex(o[..., -rope:].double().unflatten(-1, (-1, 2)).contiguous())
+    turned = (
+        turned
+        * torch.polar(torch.ones_like(angles[positions], dtype=torch.float64), -angles[positions].double())[:, None]
+    )
+    whole = torch.cat((o[..., :-rope].double(), torch.view_as_real(turned).flatten(-2)), dim=-1)
+    want = torch.einsum("tgd,grd->tgr", whole.reshape(tokens, groups, -1), weight.double()).flatten(1)
+    found = projection.project(o, positions, torch.cat((angles.cos(), angles.sin()), dim=1), weight)
+    assert torch.allclose(found.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("weight", "dtype"), [({}, "None"), ({"weight": torch.zeros(1, dtype=torch.int8)}, "torch.int8")]
+)
+def test_output_with_weights_of_other_formats_is_refused(weight: dict[str, torch.Tensor], dtype: str) -> None:
+    told = f"DeepSeek-V4's output projection with weights of {dtype} where there is no DeepGEMM"
+    with pytest.raises(UnsupportedError, match=f"^xmla.vllm: not served: {told}; "):
+        projection.keep_plain(SimpleNamespace(**weight))
+
+
+def test_output_with_weights_in_bfloat16_keeps_them() -> None:
+    layer = SimpleNamespace(weight=torch.zeros(1, dtype=torch.bfloat16))
+    projection.keep_plain(layer)
+    assert not hasattr(layer, "quant_method")
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_what_vllm_would_quantize_is_compiled(packed: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls on an A100, for which vLLM's kernels have no e4m3; the profile run has no slots, and writes nothing."""
+    a100, made = find_device("A100"), []
+    ops = {name: getattr(xt, name) for name in ("write_mla_cache", "write_indexer_cache", "quantize_indexer_query")}
+    for name, op in ops.items():
+
+        def noted(*args: Any, name: str = name, op: Any = op, **attrs: Any) -> Any:
+            specs = map(spec_of, args)
+            made.append(Call(name, dict(zip(registry()[name].tensors, specs, strict=True)), attrs))
+            return op(*args, **attrs)
+
+        monkeypatch.setattr(xt, name, noted)
+    with torch.device(device):
+        tokens, heads = 3, 8
+        positions, cos_sin = torch.tensor([4, 0, 9]), torch.rand(10, 64)
+        cache = torch.zeros(2, 64, 656, dtype=torch.uint8) if packed else torch.zeros(2, 64, 576).bfloat16()
+        keys, selected = torch.zeros(2, 64, 132, dtype=torch.uint8), torch.zeros(4, 8, dtype=torch.int32)
+        q_c, kv_c, k_pe, index_k = (torch.randn(tokens, dims).bfloat16() for dims in (96, 512, 64, 128))
+        arguments = (
+            positions, q_c, torch.ones(96), 1e-6, kv_c, torch.ones(512), 1e-6, k_pe, cos_sin, index_k, torch.ones(128),
+            torch.zeros(128), 1e-6, cos_sin, selected,
+        )  # fmt: skip
+        queries = without_e4m3.fused_norm_rope(*arguments)
+        assert not made and selected.eq(-1).sum() == tokens * 8
+        slots = torch.tensor([70, -1, 5])
+        again = without_e4m3.fused_norm_rope(
+            *arguments, slot_mapping=slots, indexer_k_cache=keys, mla_kv_cache=cache, has_indexer=True
+        )
+        assert torch.equal(again, queries) and cache.any(2).nonzero().tolist() == [[0, 5], [1, 6]]
+        weights, index_q = (
+            torch.randn(tokens, 128 + heads).bfloat16()[:, 128:],
+            torch.randn(tokens, heads, 128).bfloat16(),
+        )
+        scales = 128**-0.5, heads**-0.5
+        latents = torch.randn(tokens, 4, 512), torch.ones(1)
+        of_layer = (
+            positions,
+            torch.randn(tokens, 4, 64).bfloat16(),
+            cos_sin,
+            index_q,
+            cos_sin,
+            *latents,
+            weights,
+            *scales,
+        )
+        q8, folded, rope = without_e4m3.fused_q(*of_layer, quantize_mqa=False)
+        assert (q8.dtype, folded.dtype, rope.dtype) == (torch.float8_e4m3fn, torch.float32, torch.bfloat16)
+        shared = without_e4m3.fused_q(*of_layer, has_indexer=False, quantize_mqa=False)
+        assert shared[:2] == (None, None) and torch.equal(shared[2], rope)
+        without_e4m3.fused_indexer_q_rope_quant(positions, index_q, cos_sin, weights, *scales, is_neox=True)
+        groups, of_groups = without_e4m3.per_token_group_quant_fp8(index_q.view(-1, 128), 128, use_ue8m0=True)
+        assert groups.shape == (tokens * heads, 128) and of_groups.shape == (tokens * heads, 1)
+
+    impl = SimpleNamespace(
+        query_heads=heads, topk_indices_buffer=torch.empty(1, 2048), scale=0.1, invariant=False, gathers=False,
+        layouts=(V32, PLAIN), compact=False, sinks=None,
+    )  # fmt: skip
+    listed = [*warmup.attend_calls(impl, spec_of(cache), FEW, a100), *warmup.quantize_calls(spec_of(keys), heads)]
+    found = {*specializations(listed, a100)}
+    assert len(made) == 5 and all(found.issuperset(call.specializations(a100)) for call in made)
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"group_size": 64, "use_ue8m0": True}, "scales of 64 in 128 dims"),
+        ({"group_size": 128}, "scales that are no powers of two"),
+        ({"group_size": 128, "use_ue8m0": True, "column_major_scales": True}, "scales that are no powers of two"),
+    ],
+)
+def test_other_scales_are_refused(asked: dict[str, Any], told: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"^xmla.vllm: not served: {told}; "):
+        without_e4m3.per_token_group_quant_fp8(torch.zeros(2, 128), **asked)

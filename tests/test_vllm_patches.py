@@ -16,10 +16,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from packaging.version import Version
 
 from xmla import UnsupportedError
-from xmla.vllm import TESTED, contract, indexer, pools
+from xmla.vllm import TESTED, contract, indexer, pools, without_e4m3
 
 INDEXER = "vllm.model_executor.layers.sparse_attn_indexer"
 BACKEND = "vllm.v1.attention.backends.mla.indexer"
@@ -39,6 +40,7 @@ SINCE_033 = {
     f"{V41}.attention._use_v41_mxfp8_kv_record",
     f"{BACKEND}._supports_native_decode",
     f"{BACKEND}.DeepseekV32IndexerBackend",
+    "vllm.model_executor.kernels.mhc.tilelang._hc_prenorm_gemm_outputs",
 }
 OF_POOLS = {
     f"{GLM}.sparse_indexer.sparse_attn_indexer_kpool",
@@ -53,16 +55,30 @@ OF_FP4 = {
     f"{V41}.attention._use_v41_mxfp8_kv_record",
     f"{V41}.common.ops.fused_compress_quant_cache._fp32x2_to_fp4x2",
 }
+OF_E4M3 = {
+    "vllm.models.deepseek_v32.attention.fused_norm_rope",
+    "vllm.models.deepseek_v32.attention.fused_q",
+    "vllm.model_executor.models.deepseek_v2.fused_indexer_q_rope_quant",
+    "vllm.model_executor.models.deepseek_v2.per_token_group_quant_fp8",
+    "vllm.models.hy_v4.nvidia.attention.per_token_group_quant_fp8",
+}
 CLASSES = {"DeepseekV32IndexerBackend", "DeepSeekV2FusedQkvAProjLinear", "Worker"}
 
 
 # What functions take of which the replacement takes something.
 TAKES = {
     "_get_backend_priorities": ("use_mla", "device_capability"), "_select_dsv4_attn_cls": ("vllm_config",),
-    "fused_norm_rope": ("slot_mapping", "mla_kv_cache", "mla_kv_cache_dtype", "kv_c_out", "k_pe_out"),
     "sparse_attn_indexer": sorted(indexer.ARGUMENTS.read | indexer.ARGUMENTS.unread),
+    "_hc_prenorm_gemm_outputs": ("x", "fn"),
     "sparse_attn_indexer_kpool": sorted(pools.ARGUMENTS.read | pools.ARGUMENTS.unread),
 }  # fmt: skip
+
+
+# Of functions with the parameters of vLLM's.
+TAKES |= {
+    name: [*inspect.signature(getattr(without_e4m3, name)).parameters]
+    for name in (target.rpartition(".")[2] for target in OF_E4M3)
+}
 
 
 def stand_in(name: str) -> Any:
@@ -105,6 +121,7 @@ class Plugin:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, cuda: bool) -> None:
         self.path: str | None = None
+        self.has_deep_gemm = True
         self.ops: list[tuple[Any, ...]] = []
         custom = SimpleNamespace(is_overridden=lambda: self.path is not None, get_path=lambda: self.path)
         platform = SimpleNamespace(is_cuda=lambda: cuda, dispatch_key="CUDA" if cuda else "CPU")
@@ -112,13 +129,14 @@ class Plugin:
             "vllm.compilation.breakable_cudagraph": {"eager_break_during_capture": lambda function: function},
             "vllm.logger": {"init_logger": getLogger},
             "vllm.platforms": {"current_platform": platform},
+            "vllm.utils.deep_gemm": {"is_deep_gemm_supported": lambda: self.has_deep_gemm},
             "vllm.utils.torch_utils": {"vllm_lib": SimpleNamespace(impl=lambda *a, **k: self.ops.append((*a, k)))},
             "vllm.v1.attention.backends.registry": {
                 "AttentionBackendEnum": SimpleNamespace(CUSTOM=custom),
                 "register_backend": lambda _, path: setattr(self, "path", path),
             },
         }
-        for target in EVERY | SINCE_033 | OF_POOLS | OF_FP4 | OF_INVARIANCE:
+        for target in EVERY | SINCE_033 | OF_POOLS | OF_FP4 | OF_INVARIANCE | OF_E4M3:
             module, _, name = target.removeprefix("*").rpartition(".")
             modules.setdefault(module, {})[name] = stand_in(name)
         for name, members in read_in_033().items():
@@ -158,7 +176,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch, cuda: bool) -> Any:
 def of(release: str, *targets: set[str], cuda: bool = True) -> set[str]:
     """The functions among `targets` that are replaced."""
     every = set().union(*targets) - (
-        set() if Version(release) >= Version("0.33") else SINCE_033 | OF_POOLS | OF_FP4 | OF_INVARIANCE
+        set() if Version(release) >= Version("0.33") else SINCE_033 | OF_POOLS | OF_FP4 | OF_INVARIANCE | OF_E4M3
     )
     return {target.removeprefix("*") for target in every if cuda or not target.startswith("*")}
 
@@ -177,7 +195,9 @@ def test_each_release_has_the_changes_that_are_for_it(plugin: Plugin, release: s
 
 @pytest.mark.parametrize("release", ["0.32.0", "0.33.0"])
 def test_changes_of_one_model_or_mode_are_made_when_asked_for(plugin: Plugin, release: str) -> None:
-    groups = {"POOL_PATCHES": OF_POOLS, "FP4_PATCHES": OF_FP4, "INVARIANCE_PATCHES": OF_INVARIANCE}
+    groups = {
+        "POOL_PATCHES": OF_POOLS, "E4M3_PATCHES": OF_E4M3, "FP4_PATCHES": OF_FP4, "INVARIANCE_PATCHES": OF_INVARIANCE,
+    }  # fmt: skip
     for patches, targets in groups.items():
         for _ in range(2):
             plugin.patches.apply_all(getattr(plugin.patches, patches), release)
@@ -201,6 +221,20 @@ def test_a_model_that_was_imported_before_is_told(plugin: Plugin, monkeypatch: p
     message = r"^xmla\.vllm: vllm\.models\.early imported vLLM's sparse_attn_indexer before the plugin$"
     with pytest.raises(UnsupportedError, match=message):
         plugin.patches.install("0.33.0")
+
+
+def test_the_first_layer_mhc_without_deep_gemm(plugin: Plugin) -> None:
+    """vLLM's function, but where it would call DeepGEMM, which does not serve the GPU."""
+    outputs = plugin.patches.without_deep_gemm(lambda x, fn, **asked: asked)
+    x, fn = torch.randn(5, 16).bfloat16(), torch.randn(8, 16)
+    sizes = {"hidden_size": 16, "hc_mult": 2}
+    for fallback, there in ((True, True), (True, False), (False, True)):
+        plugin.has_deep_gemm = there
+        assert outputs(x, fn, use_tilelang_fallback=fallback, **sizes) == sizes | {"use_tilelang_fallback": fallback}
+    plugin.has_deep_gemm = False
+    product, squares = outputs(x, fn, use_tilelang_fallback=False, **sizes)
+    assert torch.allclose(product[0].double(), x.double() @ fn.double().T, atol=1e-5)
+    assert torch.allclose(squares[0].double(), x.double().square().sum(1))
 
 
 def changed(plugin: Plugin, patch: str, function: Any) -> str:

@@ -19,6 +19,7 @@ from packaging.version import Version
 
 sys.modules["vllm._C_stable_libtorch"] = ModuleType("vllm._C_stable_libtorch")
 
+from vllm import platforms  # noqa: E402
 from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config  # noqa: E402
 from vllm.model_executor.models import registry  # noqa: E402
 from vllm.platforms import cuda  # noqa: E402
@@ -30,7 +31,7 @@ from vllm.v1.attention.selector import AttentionSelectorConfig  # noqa: E402
 from xmla import UnsupportedError  # noqa: E402
 from xmla.vllm import patches, refusals  # noqa: E402
 
-CAPABILITIES = ((8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
+CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
 # Of models that 0.33 has and 0.26 has not, as their checkpoints say it, which nest the text model.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "glm5_next": {"model_type": "glm5_next_text", "index_kpool": 4, "index_topk": 2048},
@@ -174,11 +175,15 @@ def pretended(capability: tuple[int, int]) -> SimpleNamespace:
 
 def attention_of(architecture: str, capability: tuple[int, int], config: VllmConfig) -> str:
     """The class of a model's sparse attention on this GPU, or why it is not served."""
+    kept = platforms.current_platform
     kind, dims = KINDS.get(architecture, ("deepseek_v32", 576))
     text = SimpleNamespace(model_type=kind, index_topk=2048, qk_rope_head_dim=64 if dims == 576 else 0)
+    if kind == "glm5_next_text":
+        text.index_kpool = 4
     config.model_config = SimpleNamespace(
         hf_text_config=text, hf_config=SimpleNamespace(vision_n_layers=0), architecture=architecture
     )
+    platforms._current_platform = pretended(capability)
     try:
         refusals.refuse(refusals.unserved(config))
         if kind.startswith("deepseek_v4"):
@@ -190,6 +195,8 @@ def attention_of(architecture: str, capability: tuple[int, int], config: VllmCon
             return layer.__name__
     except UnsupportedError as error:
         return str(error)
+    finally:
+        platforms._current_platform = kept
     return ", ".join(refused(capability, selector("fp8", dims))) or "XmlaSparseBackend"
 
 
@@ -292,7 +299,7 @@ def choose() -> None:
             found["512 dims"].append(refused((9, 0), selector("fp8", 512)))
         if "v41" in versions:
             config.model_config = SimpleNamespace(hf_text_config=SimpleNamespace(qk_rope_head_dim=64))
-            found["sinks"] = {f"sm_{major}{minor}": with_sinks((major, minor)) for major, minor in CAPABILITIES[1:]}
+            found["sinks"] = {f"sm_{major}{minor}": with_sinks((major, minor)) for major, minor in CAPABILITIES}
         config.parallel_config.enable_dbo = True
         found["micro-batches"] = refused((9, 0), cases["fp8"])
         found["graphs"] = [v4_graphs(each, config) for each in versions]

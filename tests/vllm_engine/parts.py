@@ -1,11 +1,13 @@
 """`python parts.py`: steps of the indexer with vLLM's own classes, in the interpreter, without an engine.
 
 Prints whether ranks that share a prefill's rows select what one does, which layers of a group find their selection
-mapped, the ops of steps whose selection no layer reads, and whether fused writers leave fp4 entries to xmla.
+mapped, the ops of steps whose selection no layer reads, whether fused writers leave fp4 entries to xmla, and how many
+values differ that vLLM's own kernels and `without_e4m3` quantise.
 """
 
 import json
 import sys
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +24,8 @@ sys.path.extend(str(Path(__file__).parent.parent / folder) for folder in (".", "
 import test_vllm as steps
 
 from xmla import torch_api as xt
-from xmla.vllm import backend, fp4, indexer
+from xmla.core.compile import interpreter
+from xmla.vllm import backend, fp4, indexer, without_e4m3
 
 
 def shared_rows(sizes: list[int]) -> bool:
@@ -127,6 +130,76 @@ def written_behind() -> bool:
     return written == [352]
 
 
+def own(function: Any) -> Any:
+    """A function of vLLM, whose kernels round as on a GPU."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with interpreter.corrections():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def differing(*pair: Any) -> int:
+    """Elements of two tuples of tensors that differ; of float32 by more than the order of two products."""
+    return sum(
+        int((~torch.isclose(a, b, rtol=2**-22, atol=0) if a.dtype == torch.float32 else a.float() != b.float()).sum())
+        for a, b in zip(*pair, strict=True)
+    )
+
+
+def quantized(interleaved: bool, cache: torch.dtype) -> list[int]:
+    """Elements that differ from vLLM's own, of its functions that `without_e4m3` has."""
+    from vllm.model_executor.layers.quantization.utils import fp8_utils
+    from vllm.models.deepseek_v32.common import kernels
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape).bfloat16()
+
+    generator = torch.manual_seed(0)
+    tokens, heads = 7, 8
+    positions = torch.randint(20, (tokens,), generator=generator)
+    cos_sin = [torch.rand(20, 64) * 2 - 1 for _ in range(2)]
+    slots = torch.tensor([5, -1, 70, 3, 9, 100, 64])
+    name = "fp8_ds_mla" if cache == torch.uint8 else "auto"
+    arguments = (
+        positions, some(tokens, 96), some(96), 1e-6, some(tokens, 512), some(512), 1e-6, some(tokens, 64), cos_sin[0],
+        some(tokens, 128), torch.randn(128), torch.randn(128), 1e-6, cos_sin[1],
+    )  # fmt: skip
+    written = []
+    for function in (own(kernels.fused_norm_rope), without_e4m3.fused_norm_rope):
+        entries = torch.zeros(2, 64, 656 if name == "fp8_ds_mla" else 576, dtype=cache)
+        keys, selected = torch.zeros(2, 64, 132, dtype=torch.uint8), torch.zeros(9, 16, dtype=torch.int32)
+        latent, rope = some(tokens, 512), some(tokens, 64)
+        queries = function(
+            *arguments, selected, slot_mapping=slots, indexer_slot_mapping=None, indexer_k_cache=keys,
+            indexer_cache_shuffled=False, mla_kv_cache=entries, mla_kv_cache_dtype=name, mla_k_scale=torch.ones(1),
+            skip_scale=True, has_indexer=True, index_rope_interleave=interleaved, kv_c_out=latent, k_pe_out=rope,
+            index_k_out=None,
+        )  # fmt: skip
+        written.append((queries, entries, keys, selected, latent, rope))
+    scales = 128**-0.5, heads**-0.5
+    weights, index_q = some(tokens, 128 + heads)[:, 128:], some(tokens, heads, 128)
+    of_layer = (
+        positions, some(tokens, 4, 64), cos_sin[0], index_q, cos_sin[1], some(tokens, 4, 512), torch.ones(1), weights,
+        *scales,
+    )  # fmt: skip
+    told = {"has_indexer": True, "index_rope_interleave": interleaved, "quantize_mqa": False}
+    queries = [function(*of_layer, **told) for function in (own(kernels.fused_q), without_e4m3.fused_q)]
+    sparse_attn_indexer.current_platform = SimpleNamespace(is_cuda=lambda: True, fp8_dtype=lambda: torch.float8_e4m3fn)
+    alike = "fused_indexer_q_rope_quant"
+    of_v3 = [
+        function(positions, index_q, cos_sin[0], weights, *scales, not interleaved)
+        for function in (own(getattr(sparse_attn_indexer, alike)), getattr(without_e4m3, alike))
+    ]
+    rows = some(24, 128)
+    groups = [
+        function(rows, 128, column_major_scales=False, use_ue8m0=True)
+        for function in (own(fp8_utils.per_token_group_quant_fp8), without_e4m3.per_token_group_quant_fp8)
+    ]
+    return [differing(*pair) for pair in (written, queries, of_v3, groups)]
+
+
 if __name__ == "__main__":
     workspace.init_workspace_manager(torch.device("cpu"))
     NONE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.FULL
@@ -135,6 +208,10 @@ if __name__ == "__main__":
             "rows": [shared_rows(sizes) for sizes in ([13], [4, 9], [1, 11, 1])],
             "mapped": found_mapped(),
             "written": written_behind(),
+            "quantized": [
+                quantized(interleaved, cache)
+                for interleaved, cache in product((False, True), (torch.uint8, torch.bfloat16))
+            ],
             "dense": ops_of(True, 0, NONE, "attention"),
             "sparse": [
                 ops_of(False, 0, NONE, "attention"), ops_of(True, 1, NONE, "attention"), ops_of(True, 0, NONE, ""),

@@ -10,12 +10,13 @@ several processes share heads and keys, which --interleave counts, with --late o
 and each step a dummy batch before it, as of ranks of data parallelism that have no requests; --stages share layers.
 With --sleep the engine sleeps at that level, wakes up, and serves the same requests again; with --offload it serves
 them again over caches that lost all pages but those that vLLM's connector has copied. With --shared the second layer
-has the selection of the first; with --apart each layer maps it itself.
+has the selection of the first; with --apart each layer maps it itself. With --ampere the GPU has no e4m3.
 """
 
 import json
 import os
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from benchmarks.engines.vllm.engines import OPS
 from benchmarks.engines.vllm.workers import told
 from xmla import torch_api as xt
 from xmla.core.models.base import Call
+from xmla.core.values import KNOWN_DEVICES
 
 MADE: dict[str, Call] = {}
 
@@ -100,11 +102,22 @@ def forget(engine: Any) -> None:
             torch.tensor([], dtype=torch.uint8).set_(cache.untyped_storage()).fill_(0x7F)
 
 
+def pretend_ampere() -> None:
+    """The platform of an A100, with the plugin's functions for GPUs without e4m3."""
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import DeviceCapability
+
+    from xmla.vllm import patches
+
+    type(current_platform).get_device_capability = staticmethod(lambda device_id=0: DeviceCapability(8, 0))
+    patches.apply_all(patches.E4M3_PATCHES, version("vllm"))
+
+
 def serve(
     model: Path, out: Path, reference: bool = False, cache: str = "fp8", drafts: int = 0, gather: bool = False,
     ranks: int = 1, interleave: int = 1, late: bool = False, beside: bool = False, invariant: bool = False,
     alone: bool = False, new: int = 5, blocks: int = 0, stages: int = 1, sleep: int = 0,
-    offload: bool = False, shared: bool = False, apart: bool = False,
+    offload: bool = False, shared: bool = False, apart: bool = False, ampere: bool = False,
 ) -> None:  # fmt: skip
     if invariant:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
@@ -118,7 +131,7 @@ def serve(
 
     kind = json.loads((model / "config.json").read_text())["model_type"]
     own = own_v41.prepare() if beside else None
-    if gather or invariant or apart or kind in ("deepseek_v41", "glm5_next_text"):
+    if gather or invariant or apart or ampere or kind in ("deepseek_v41", "glm5_next_text"):
         load_general_plugins()
     if invariant:
         from xmla.core.models import memory
@@ -149,6 +162,8 @@ def serve(
         from xmla.vllm.backend import XmlaSparseImpl
 
         XmlaSparseImpl.memory_of_group = lambda *_: None
+    if ampere:
+        pretend_ampere()
     page = PAGES[kind]
     preempted = preemptions()
     if shared:
@@ -231,7 +246,9 @@ def serve(
     answered["blocks"] = engine.vllm_config.cache_config.num_gpu_blocks
     attention_calls = [call for call in MADE.values() if call.op == "sparse_mla"]
     answered["invariant"] = sorted({call.attrs.get("batch_invariant", False) for call in attention_calls})
-    out.write_text(json.dumps(answered | {"unlisted": unlisted(MADE.values(), partial(calls, engine.vllm_config))}))
+    devices = [device for device in KNOWN_DEVICES if not (ampere and device.converts_e4m3)]
+    missing = unlisted(MADE.values(), partial(calls, engine.vllm_config), devices)
+    out.write_text(json.dumps(answered | {"unlisted": missing}))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from benchmarks.engines.vllm.adapter import CALLED
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent.parent
-ARCHITECTURES = ["sm_80", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121"]
+ARCHITECTURES = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121"]
 
 
 def release() -> str | None:
@@ -286,6 +286,18 @@ def test_ranks_that_share_keys_of_a_model_with_sinks(
     assert told in done.stdout + done.stderr
 
 
+@pytest.mark.skipif(OLD, reason="new in 0.33")
+@pytest.mark.parametrize("name", ["v32", "hy"])
+def test_tokens_on_a_gpu_without_e4m3(
+    name: str, request: pytest.FixtureRequest, serve: Callable[..., Any], models: dict[str, Path]
+) -> None:
+    """As on an A100: xmla quantises the indexer's queries in the place of vLLM's kernels."""
+    served = serve("--ampere", model=models[name])
+    usual = request.getfixturevalue("kernels" if name == "v32" else "hy_kernels")
+    assert served["tokens"] == usual["tokens"]
+    assert "quantize_indexer_query" in served["calls"] and "quantize_indexer_query" not in usual["calls"]
+
+
 @pytest.mark.skipif(OLD, reason="not tried with 0.26")
 def test_tokens_of_requests_that_are_preempted(serve: Callable[..., Any]) -> None:
     """Four pages for requests that grow to five: one loses its pages, and its tokens are computed again as a prefill.
@@ -492,8 +504,9 @@ def test_where_vllm_takes_it(run: Callable[..., Any]) -> None:
     unserved = "nvfp4_ds_mla before vLLM 0.33, " if OLD else ""
     assert refused["fp4 of V4"].startswith(f"xmla.vllm: not served: {unserved}nvfp4_ds_mla of DeepSeek-V4; ")
     assert OLD or refused["fp4 of V41"] == "XmlaV41Attention"
-    assert {name for name, reasons in refused["fp8"].items() if not reasons} == {*ARCHITECTURES} - {"sm_80"}
-    assert refused["fp8"]["sm_80"] == ["compute capability not supported"]
+    without_e4m3 = {"sm_80", "sm_86"} if OLD else set()
+    assert {name for name, reasons in refused["fp8"].items() if reasons} == without_e4m3
+    assert all(refused["fp8"][name] == ["compute capability not supported"] for name in without_e4m3)
     assert all("non-sparse not supported" in reasons for reasons in refused["dense"].values())
     assert refused["another"].startswith("No valid attention backend found"), refused["another"]
     assert "CUSTOM: [PCP not supported]" in refused["another"]
@@ -511,7 +524,7 @@ def test_where_vllm_takes_it(run: Callable[..., Any]) -> None:
     images = {"v4": ", images of DeepSeek-V4", "v41": ""}
     assert refused["unserved"] == {each: f"xmla.vllm: not served: {told}{images[each]}; {without}" for each in versions}
     assert OLD or refused["invariant"] == [False, [False, 0]]
-    assert OLD or refused["sinks"] == dict.fromkeys([*ARCHITECTURES][1:], "XmlaSparseBackend")
+    assert OLD or refused["sinks"] == dict.fromkeys(ARCHITECTURES, "XmlaSparseBackend")
     check_architectures(refused["architectures"])
     blackwell = {} if OLD else {name: ["DeepseekV41ForCausalLM"] for name in ("sm_100", "sm_103")}
     assert {name: models for name, models in refused["transfers"].items() if models} == blackwell
@@ -549,9 +562,11 @@ def check_architectures(found: dict[str, dict[str, str]]) -> None:
             wanted = attention
             if not attention:
                 wanted = f"xmla.vllm: not served: the architecture {architecture}; "
-            elif attention != "XmlaSparseBackend" and gpu in ("sm_80", "sm_89"):
+            elif attention != "XmlaSparseBackend" and gpu in ("sm_80", "sm_86", *(["sm_89"] if OLD else ())):
                 wanted = f"xmla.vllm: not served: DeepSeek-V4 on {gpu}; "
-            elif gpu == "sm_80":
+            elif gpu in ("sm_80", "sm_86") and architecture.startswith("Glm5Next"):
+                wanted = "xmla.vllm: not served: pooled keys on a GPU without e4m3; "
+            elif gpu in ("sm_80", "sm_86") and OLD:
                 wanted = "compute capability not supported"
             assert said.startswith(wanted), (architecture, gpu, said)
 
@@ -565,12 +580,13 @@ def test_steps_by_the_metadata_of_newer_releases(run: Callable[..., Any]) -> Non
     assert found["rows"] == [True] * 3
     assert found["mapped"] == [False, True, False, False, True, False, False]
     assert found["written"]
+    assert found["quantized"] == [[0, 0, 0, 0]] * 4
     assert found["dense"] == ["write_indexer_cache"]
     assert found["sparse"] == [["indexer_topk", "indexer_topk_paged", "write_indexer_cache"]] * 5
 
 
 def test_every_change_is_told_with_what_would_remove_it(run: Callable[..., Any]) -> None:
-    every = "patches.PATCHES + patches.POOL_PATCHES + patches.FP4_PATCHES + patches.INVARIANCE_PATCHES"
+    every = " + ".join(f"patches.{kind}PATCHES" for kind in ("", "POOL_", "FP4_", "INVARIANCE_", "E4M3_"))
     done = run("", "-c", f"from xmla.vllm import patches; print(*(patch.name for patch in {every}))")
     assert done.returncode == 0, done.stderr[-3000:]
     names = done.stdout.splitlines()[-1].split()

@@ -6,6 +6,7 @@ an instance of a class of vLLM, which `attention_v4` and `attention_v41` derive 
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -13,21 +14,25 @@ import torch
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.utils.deep_gemm import is_deep_gemm_supported
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.workspace import current_workspace_manager
 
 from xmla import torch_api as xt
 from xmla.core.formats.mla import V4, V41, V41_FP4, VALUE_DIMS, MlaLayout
 from xmla.core.models import memory
+from xmla.core.values import MIN_E4M3_ARCH
 from xmla.torch_api._arrays import device_of
+from xmla.vllm.contract import SINCE_033
 from xmla.vllm.gathered import Gathered, Pages, once_a_step, rows_are_faster
+from xmla.vllm.projection import keep_plain, project
 from xmla.vllm.refusals import refuse
 
 log = init_logger("vllm.xmla")
 REPLACED = "indexer logits and top-k, slots, sparse MLA of prefill and decode over both caches"
 LEFT = (
     "rotation and quantisation of queries, writers of all caches with the compressors, selection where top-k is all "
-    "entries, slots of the window, the output's inverse rotation and projection, mHC"
+    "entries, slots of the window, mHC, and where DeepGEMM serves the GPU the output's inverse rotation and projection"
 )
 
 
@@ -77,6 +82,10 @@ class V4AttentionBase:
     compress_ratio: int
     scale: float
     attn_sink: torch.Tensor  # [H] float32
+    n_local_groups: int  # of the output's projection
+    wo_a: Any  # its first part, a product for each group
+    wo_b: Any
+    rotary_emb: Any
     topk_indices_buffer: torch.Tensor  # [tokens, K] int32
     swa_cache_layer: Any
     swa_bytes_per_token: int  # V4.1's; V4 has neither
@@ -109,8 +118,9 @@ class V4AttentionBase:
         drafts, parallel = vllm_config.speculative_config, vllm_config.parallel_config
         capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
         arch = 90 if capability is None else capability.to_int()
+        least = MIN_E4M3_ARCH if SINCE_033.contains(version("vllm")) else 90  # that has its mHC without DeepGEMM
         return {
-            f"DeepSeek-V4 on sm_{arch}": arch < 90,  # vLLM projects its output by DeepGEMM
+            f"DeepSeek-V4 on sm_{arch}": arch < least,
             "DSpark": drafts is not None and drafts.use_dspark(),
             "two micro-batches at once": parallel.use_ubatching,
             "decode context parallelism of DeepSeek-V4": parallel.decode_context_parallel_size > 1,
@@ -120,6 +130,8 @@ class V4AttentionBase:
         refuse(self.unserved(args[0]))  # vLLM's configuration
         super().__init__(*args, **kwargs)
         self.swa_cache_layer.get_attn_backend = lambda: self.window_backend
+        if not is_deep_gemm_supported():
+            keep_plain(self.wo_a)
         log.info_once(f"DeepSeek sparse attention runs on xmla: {REPLACED}. vLLM's own remain: {LEFT}")
         tokens, widths = self.max_num_batched_tokens, self.entry_widths()
         self.max_entry_slots = max(widths)
@@ -137,6 +149,15 @@ class V4AttentionBase:
     @classmethod
     def get_padded_num_q_heads(cls, num_heads: int) -> int:
         return num_heads
+
+    def _o_proj(self, o: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The output's inverse rotation and projection: by DeepGEMM, as without xmla, where it serves the GPU."""
+        if is_deep_gemm_supported():
+            own: Any = super()
+            return own._o_proj(o, positions)
+        weight = self.wo_a.weight.unflatten(0, (self.n_local_groups, -1))
+        grouped = project(o, positions, self.rotary_emb.cos_sin_cache, weight)
+        return getattr(self, "_wo_b_proj", self.wo_b)(grouped)  # V4.1's, which may reduce and scatter too
 
     def workspace(self, tokens: int) -> Workspace:
         tensors = current_workspace_manager().get_simultaneous(

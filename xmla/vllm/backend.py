@@ -6,6 +6,7 @@ that it has, with the heads of all ranks, and vLLM merges.
 """
 
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import batched
 from typing import Any, ClassVar, NamedTuple
@@ -29,11 +30,12 @@ from xmla import torch_api as xt
 from xmla.core.call import ALIGNED, whole_vectors
 from xmla.core.formats.mla import NVFP4, PLAIN, PLAIN_V4, V32, VALUE_DIMS, MlaLayout
 from xmla.core.models import memory
-from xmla.core.values import KNOWN_DEVICES, Device
+from xmla.core.values import KNOWN_DEVICES, MIN_E4M3_ARCH, Device
 from xmla.torch_api._arrays import device_of
 from xmla.vllm import fp4
+from xmla.vllm.contract import SINCE_033
 from xmla.vllm.gathered import Gathered, Pages, once_with_prefills, rows_are_faster
-from xmla.vllm.refusals import is_batch_invariant, pool_size, refuse
+from xmla.vllm.refusals import has_e4m3, is_batch_invariant, pool_size, refuse
 from xmla.vllm.shards import Shards
 
 log = init_logger("vllm.xmla")
@@ -41,8 +43,8 @@ log = init_logger("vllm.xmla")
 PACKED = {"fp8_ds_mla": V32, fp4.DTYPE: NVFP4}
 REPLACED = "cache writes, indexer logits and top-k, slots, sparse MLA of prefill and decode"
 LEFT = (
-    "dense attention of prefills no longer than top-k (sparse_mla_force_mqa turns it off), rotation and quantisation "
-    "of queries, cache writes in fused kernels of the model"
+    "rotation of queries; where the GPU has e4m3 their quantisation, cache writes in fused kernels of the model and "
+    "dense attention of prefills no longer than top-k (sparse_mla_force_mqa turns it off)"
 )
 
 
@@ -68,8 +70,11 @@ class XmlaSparseBackend(FlashMLASparseBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        """Where there is e4m3, to which vLLM's own kernels quantise the indexer's queries: not on sm_80."""
-        return capability.to_int() in {device.arch for device in KNOWN_DEVICES if device.converts_e4m3}
+        """Known GPUs and sm_86; without e4m3 since 0.33, for whose models `without_e4m3` has the functions."""
+        arch, known = capability.to_int(), {device.arch for device in KNOWN_DEVICES}
+        if arch < MIN_E4M3_ARCH:
+            return arch in known | {86} and SINCE_033.contains(version("vllm"))
+        return arch in known
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
@@ -172,6 +177,8 @@ class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
         if sinks is not None:
             refuse({"decode context parallelism of a model with sinks": self.dcp_world_size > 1})
             self.supports_dense_mha_prefill = False  # it has none
+        if not has_e4m3():
+            self.supports_dense_mha_prefill = False  # vLLM's kernels dequantise what it reads
         log.info_once(f"DeepSeek sparse attention runs on xmla: {REPLACED}. vLLM's own remain: {LEFT}")
         config = get_current_vllm_config()
         tokens, self.parallel = config.scheduler_config.max_num_batched_tokens, config.parallel_config

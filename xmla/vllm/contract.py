@@ -137,11 +137,15 @@ METHODS = (
         f"{V4}.nvidia.flashmla", "DeepseekV4FlashMLAAttention.forward_mqa", ("self", "q", "kv", "positions", "output")
     ),
     Method(f"{V4}.nvidia.flashmla", "DeepseekV4FlashMLAAttention.get_padded_num_q_heads", ("num_heads",)),
+    Method(f"{V4}.nvidia.flashmla", "DeepseekV4FlashMLAAttention._o_proj", ("self", "o", "positions")),
     Method(
         f"{V41}.nvidia.flashmla", "DeepseekV4FlashMLAAttention.forward_mqa", ("self", "q", "kv", "positions", "output"),
         SINCE_033,
     ),
     Method(f"{V41}.nvidia.flashmla", "DeepseekV4FlashMLAAttention.get_padded_num_q_heads", ("num_heads",), SINCE_033),
+    Method(
+        f"{V41}.nvidia.flashmla", "DeepseekV4FlashMLAAttention._o_proj", ("self", "attn_out", "positions"), SINCE_033
+    ),
     Method(
         "vllm.v1.attention.backends.mla.sparse_swa", "DeepseekSparseSWAMetadataBuilder.build_tile_scheduler",
         ("self", "num_decode_tokens"),

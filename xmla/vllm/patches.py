@@ -16,15 +16,16 @@ from vllm.utils.torch_utils import vllm_lib
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from xmla.core.errors import UnsupportedError
-from xmla.vllm import contract, fp4, indexer, pools, warmup
+from xmla.vllm import contract, fp4, indexer, pools, warmup, without_e4m3
 from xmla.vllm.contract import EVERY, OTHERWISE, SINCE_033
-from xmla.vllm.refusals import has_fp4_entries, has_indexer, is_batch_invariant, pool_size, refuse
+from xmla.vllm.refusals import has_e4m3, has_fp4_entries, has_indexer, is_batch_invariant, pool_size, refuse
 
 BACKEND = "xmla.vllm.backend.XmlaSparseBackend"
 INDEXER = "vllm.model_executor.layers.sparse_attn_indexer"
 V4_MODEL = "vllm.models.deepseek_v4.nvidia.model"
 V41 = "vllm.models.deepseek_v41"
 GLM = "vllm.models.glm5next.nvidia"
+V3_LAYERS = "vllm.model_executor.models.deepseek_v2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +104,30 @@ def always(answer: Any) -> Callable[[Any], Any]:
     return lambda _: lambda *_: answer
 
 
+def by_ops(module: str, function: Callable[..., Any]) -> Patch:
+    """A function in the place of vLLM's of the same name, whose first parameters are its own, but for keywords."""
+    parameters = inspect.signature(function).parameters.items()
+    takes = tuple(name for name, parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY)
+    return Patch(module, function.__name__, lambda _: function, SINCE_033, takes=takes)
+
+
 def force_one_gemm(layer: type) -> type:
     """A layer's product by the same kernel for any number of tokens; the layer sets what is read-only here."""
     layer._use_min_latency_gemm = property(lambda _: False, lambda *_: None)
     return layer
+
+
+def without_deep_gemm(outputs: Callable[..., Any]) -> Callable[..., Any]:
+    """The product before mHC of a model's first layer, in torch where vLLM would leave it to DeepGEMM alone."""
+    from vllm.utils.deep_gemm import is_deep_gemm_supported
+
+    def hc_prenorm_gemm_outputs(x: Any, fn: Any, *, use_tilelang_fallback: bool = True, **sizes: Any) -> Any:
+        if use_tilelang_fallback or is_deep_gemm_supported():
+            return outputs(x, fn, use_tilelang_fallback=use_tilelang_fallback, **sizes)
+        rows = x.float()
+        return (rows @ fn.T)[None], rows.square().sum(-1)[None]  # of one split
+
+    return hc_prenorm_gemm_outputs
 
 
 def patch_worker(worker: type) -> type:
@@ -115,6 +136,8 @@ def patch_worker(worker: type) -> type:
     def prepare(config: Any) -> None:
         if pool_size(config) > 1:
             apply_all(POOL_PATCHES, version("vllm"))
+        if has_indexer(config) and not has_e4m3():  # before those of fp4, which may wrap them
+            apply_all(E4M3_PATCHES, version("vllm"))
         if has_indexer(config) and has_fp4_entries(config):
             apply_all(FP4_PATCHES, version("vllm"))
         if has_indexer(config) and is_batch_invariant():
@@ -155,6 +178,14 @@ PATCHES = (
     Patch("vllm.v1.attention.backends.mla.indexer", "_supports_native_decode", always(True), SINCE_033),
     # The runner asks the indexer's backend too, and vLLM's says no.
     Patch("vllm.v1.attention.backends.mla.indexer", "DeepseekV32IndexerBackend", mark_invariant, SINCE_033),
+    # The first layer of V4 asks for DeepGEMM, which sm_89 does not have, and the others do not.
+    Patch(
+        "vllm.model_executor.kernels.mhc.tilelang",
+        "_hc_prenorm_gemm_outputs",
+        without_deep_gemm,
+        SINCE_033,
+        takes=("x", "fn"),
+    ),
     # It has the configuration before weights are loaded, for refusals, and its own warm-up knows nothing of xmla's
     # kernels, which a first step would wait for. The last: it imports models.
     Patch("vllm.v1.worker.gpu_worker", "Worker", patch_worker, on_gpu=True),
@@ -175,9 +206,19 @@ FP4_PATCHES = (
 # With VLLM_BATCH_INVARIANT=1, where vLLM leaves a kernel to the number of tokens of a step.
 INVARIANCE_PATCHES = (
     # Weights of V3.2 in bfloat16 have one for up to 16 tokens.
-    Patch("vllm.model_executor.models.deepseek_v2", "DeepSeekV2FusedQkvAProjLinear", force_one_gemm, SINCE_033),
+    Patch(V3_LAYERS, "DeepSeekV2FusedQkvAProjLinear", force_one_gemm, SINCE_033),
     # FlashInfer adds ranks' parts and computes the norm in one, of as many tokens as its buffer holds.
     Patch("vllm.models.common.ops.fused_allreduce_rms_norm", "_can_use_flashinfer", always((False, 0)), SINCE_033),
+)
+# Where the GPU has no e4m3, vLLM's functions that quantise to it: Triton refuses their kernels there.
+E4M3_PATCHES = (
+    # V3.2's and GLM-5's layers: norms, rotations and writes of both caches; rotation and quantisation of queries.
+    by_ops("vllm.models.deepseek_v32.attention", without_e4m3.fused_norm_rope),
+    by_ops("vllm.models.deepseek_v32.attention", without_e4m3.fused_q),
+    # Those of models that vLLM builds of V3's layers, and Hy4's.
+    by_ops(V3_LAYERS, without_e4m3.fused_indexer_q_rope_quant),
+    by_ops(V3_LAYERS, without_e4m3.per_token_group_quant_fp8),
+    by_ops("vllm.models.hy_v4.nvidia.attention", without_e4m3.per_token_group_quant_fp8),
 )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from packaging.version import Version
 
 from xmla.core.errors import UnsupportedError
+from xmla.core.values import MIN_E4M3_ARCH
 
 # Architectures, by vLLM's names, of which one was tried, or whose layers are those of one: what vLLM builds of V3.2's
 # layers, and those that have attention of their own here.
@@ -70,7 +71,17 @@ def unserved(config: Any) -> dict[str, bool]:
         "VLLM_BATCH_INVARIANT=1 of DeepSeek-V4": invariant and model.model_type.startswith("deepseek_v4"),
         "VLLM_BATCH_INVARIANT=1 of GLM-5.3-Flash": invariant and pool_size(config) > 1,
         "VLLM_BATCH_INVARIANT=1 of Hy4": invariant and architecture == "HYV4ForCausalLM",
+        # vLLM's writers of them are not among what `without_e4m3` replaces.
+        "pooled keys on a GPU without e4m3": pool_size(config) > 1 and not has_e4m3(),
     }
+
+
+def has_e4m3() -> bool:
+    """Whether vLLM's own kernels can quantise to e4m3: not on sm_80 and sm_86."""
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability()
+    return capability is None or capability.to_int() >= MIN_E4M3_ARCH
 
 
 def has_indexer(config: Any) -> bool:

@@ -16,7 +16,7 @@ import torch
 from xmla._warmup import make_engine_ready
 from xmla.core.compile import compiling_allowed
 from xmla.core.formats.indexer import IndexerLayout
-from xmla.core.formats.mla import PLAIN_V4
+from xmla.core.formats.mla import PLAIN, PLAIN_V4, V32
 from xmla.core.models import memory
 from xmla.core.models.base import Call, map_call
 from xmla.core.models.steps import around_powers_of_2, full_waves, token_counts
@@ -147,6 +147,21 @@ def select_calls(
                 yield from share_calls(rows, columns, k, sizes.ranks)
 
 
+def quantize_calls(cache: Spec, heads: int) -> Iterator[Call]:
+    """Calls of `without_e4m3` over the indexer's keys: of each kind of layer, whichever the model has."""
+    dim = cache.shape[2] - 4
+    keys = {"keys": Spec((1, dim), "float32"), "slots": Spec((1,), "int64"), "cache": cache}
+    yield Call("write_indexer_cache", keys, {})
+    of_heads = {"scale": dim**-0.5 * heads**-0.5}
+    for count, dtype, attrs in (
+        (heads, "float32", of_heads),
+        (heads, "bfloat16", of_heads),
+        (1, "bfloat16", {"scale": 1.0}),
+    ):
+        queries = {"q": Spec((1, count, dim), dtype), "weights": Spec((1, count), "float32")}
+        yield Call("quantize_indexer_query", queries, attrs)
+
+
 def pool_calls(cache: Spec, heads: int, k: int, pool: int, sizes: Sizes, device: Device) -> Iterator[Call]:
     """Calls of `pools`: the selection of pools, and of the positions in them."""
     gathered = replace(sizes, keys=sizes.keys // pool)
@@ -183,6 +198,9 @@ def attend_calls(impl: Any, cache: Spec, sizes: Sizes, device: Device) -> Iterat
         latent, rope = (Spec((tokens, dims), "bfloat16", strides) for dims in (rows.latent, rows.rope))
         written = {"latent": latent, "rope": rope, "slots": Spec((tokens,), "int64"), "cache": cache}
         yield Call("write_mla_cache", written, {"scale_floor": "amax"})
+    if not device.converts_e4m3 and rows is PLAIN:  # in `without_e4m3`
+        values = {"latent": Spec((1, V32.latent), "float32"), "rope": Spec((1, V32.rope), "float32")}
+        yield Call("write_mla_cache", values | {"slots": Spec((1,), "int64"), "cache": cache}, {})
     pools = [cache]
     if impl.gathers and cache.dtype == "uint8":
         yield Call("read_mla_cache", {"cache": cache, "slots": Spec((1,), "int32")}, {})
@@ -259,6 +277,8 @@ def calls(config: Any, device: Device) -> Iterator[Call]:
             ratio = getattr(layer, "compress_ratio", 1)
             if is_new("indexer", pool, ratio) and kpool == 1:
                 yield from select_calls(pool, *selected, ratio, sizes, device, written=ratio > 1)
+                if not device.converts_e4m3:
+                    yield from quantize_calls(pool, selected[0])
             elif is_new("pools", pool):
                 yield from pool_calls(pool, *selected, kpool, sizes, device)
 

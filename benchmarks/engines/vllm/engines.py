@@ -12,7 +12,7 @@ OPS = (
     "write_mla_cache", "write_indexer_cache", "indexer_topk_paged", "indexer_topk", "map_slots", "read_indexer_cache",
     "split_batch", "sparse_mla", "read_mla_cache", "indexer_logits_paged", "indexer_logits", "select_topk",
     "merge_topk", "indexer_blocks", "indexer_blocks_paged", "indexer_block_topk", "indexer_block_topk_paged",
-    "expand_blocks",
+    "expand_blocks", "quantize_indexer_query",
 )  # fmt: skip
 JOINS = {"6000": 0, "3000": 0, "2500": 0, "700": 0, "40": 12}  # tokens of a prompt: the step before which it comes
 # In chunks of 1024 tokens beside three decodes: steps that need most of the memory reserved for V3.2's rows and splits.
