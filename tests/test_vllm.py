@@ -142,6 +142,10 @@ def test_decodes_that_vllm_made_a_request_of_each_token(device: str) -> None:
     expanded = table[ints(*(request for request, _ in tokens), device=device).long()]
     step = decodes([[keys] for _, keys in tokens], [1] * 5, expanded, device)
     assert np.array_equal(selected(step, cache, 5, device), wanted(tokens, cache, table, device))
+    # As of a graph for more tokens than the device admits.
+    padded = decodes([[keys] for _, keys in tokens] + [[0]], [1] * 6, torch.cat((expanded, expanded[:1])), device)
+    got = selected(padded, cache, 6, device)
+    assert np.array_equal(got, wanted([*tokens, (1, 0)], cache, table, device)) and (got[5:] == -1).all()
 
 
 def mixed(device: str, beyond: int = 0) -> tuple[SimpleNamespace, torch.Tensor, np.ndarray]:
@@ -757,19 +761,20 @@ def test_warmup_of_attention(heads: int, invariant: bool, page: int, sinks: bool
 
     window, entries = (Spec((40000, rows, 584), "uint8", (47808, 584, 1)) for rows in (64, 2))
     widths = (128, 512, 2048, 8192)
-    for extra, held in ((entries, widths), (None, (0,))):
+    of_drafter = 192  # slots of a token of DSpark, whose layers have the window alone
+    for extra, held, slots in ((entries, widths, 128), (None, (0,), 128), (None, (0,), of_drafter)):
         layer = SimpleNamespace(
-            padded_heads=heads, window_size=128, scale=0.1, compress_ratio=128, entry_widths=lambda held=held: held,
+            padded_heads=heads, window_slots=slots, scale=0.1, compress_ratio=128, entry_widths=lambda held=held: held,
             gathers=impl.gathers, formats=(V4, V4),
         )  # fmt: skip
         found = specializations(warmup.attend_calls_v4(layer, window, extra, SIZES, device), device)
 
-        def attend_v4(extra: Spec | None = extra, held: tuple[int, ...] = held) -> Call:
+        def attend_v4(extra: Spec | None = extra, held: tuple[int, ...] = held, slots: int = slots) -> Call:
             q = Spec((any_size(rng, SIZES.tokens), heads, PLAIN_V4.dims), "bfloat16")
             pools = window, extra
             if impl.gathers and rng.random() < 0.5:
                 pools = [pool and Spec((any_size(rng, 8000), pool.shape[1], 512), "bfloat16") for pool in pools]
-            specs = memory.arguments(q, pools[0], 128, pools[1], int(rng.choice(held)))
+            specs = memory.arguments(q, pools[0], slots, pools[1], int(rng.choice(held)))
             specs["sink"] = Spec((heads,), "float32")
             if extra is not None:
                 specs["extra_lengths"] = specs["lengths"]

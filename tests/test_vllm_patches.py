@@ -39,6 +39,7 @@ SINCE_033 = {
     f"{V41}.nvidia.model._select_dsv4_attn_cls",
     f"{V41}.attention._use_v41_mxfp8_kv_record",
     f"{BACKEND}._supports_native_decode",
+    f"{BACKEND}._supports_flattened_device_query_lens",
     f"{BACKEND}.DeepseekV32IndexerBackend",
     "vllm.model_executor.kernels.mhc.tilelang._hc_prenorm_gemm_outputs",
 }

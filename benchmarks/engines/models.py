@@ -440,6 +440,40 @@ def add_v4_draft_layer(folder: Path, hidden: float = 1, experts: int | None = No
     (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
 
 
+def add_dspark(folder: Path, stages: int = 2) -> None:
+    """Add DSpark, the drafter of V4 and V4.1, by the checkpoint's names: copies of the layer over the window alone.
+
+    Its Markov head has the model's embeddings and head, so that it drafts the likely successor of the last token.
+    """
+    file, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    weights, text = load_file(file), config.get("text_config", config)
+    at = "model." if "model.norm.weight" in weights else ""
+    embeddings = weights["model.embed_tokens.weight" if at else "embed.weight"]
+    width, targets, last = text["hidden_size"], [1, text["num_hidden_layers"] - 1], f"mtp.{stages - 1}."
+    of_head = {f"{at}hc_head.hc_": last + "hc_head_", f"{at}norm.": last + "norm."}
+    for name, weight in [*weights.items()]:
+        copies = [name.replace(old, new) for old, new in of_head.items() if name.startswith(old)]
+        if name.startswith(layer := f"{at}layers.0.") and ".experts." not in name and ".gate." not in name:
+            renamed = name.replace(".attn.norm.", ".attn.kv_norm.")
+            copies += [renamed.replace(layer, f"mtp.{stage}.") for stage in range(stages)]
+        weights |= {copy: weight.clone() for copy in copies}
+    torch.manual_seed(1)
+    wide = len(targets) * width
+    weights |= {
+        "mtp.0.main_proj.weight": torch.empty(width, wide, dtype=torch.bfloat16).normal_(0, wide**-0.5),
+        "mtp.0.main_norm.weight": torch.ones(width, dtype=torch.bfloat16),
+        last + "markov_head.markov_w1.weight": embeddings.clone(),
+        last + "markov_head.markov_w2.weight": weights["head.weight"].clone(),
+        last + "confidence_head.proj.weight": torch.randn(1, 2 * width) * (2 * width) ** -0.5,
+    }
+    save_file(weights, file, metadata={"format": "pt"})
+    text |= {
+        "n_mtp_layers": stages, "dspark_target_layer_ids": targets, "dspark_markov_rank": width,
+        "dspark_block_size": 5, "dspark_noise_token_id": 3,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 SAVED = {"v32": save, "v4": save_v4, "v41": save_v41, "glm": save_glm, "hy": save_hy}
 
 
@@ -456,8 +490,11 @@ def save_large(folder: Path, kind: str, device: str = "cuda") -> None:
 
 if __name__ == "__main__":
     out, kind = Path(sys.argv[1]), sys.argv[2]
-    SAVED[kind](out, likely=0 if kind in ("v32", "v4") else 14)
+    saved = kind.removesuffix("-dspark")
+    SAVED[saved](out, likely=0 if kind in ("v32", "v4") else 14)
     if kind == "v32":
         add_draft_layer(out)
     elif kind == "v4":
         add_v4_draft_layer(out)
+    elif kind != saved:
+        add_dspark(out)

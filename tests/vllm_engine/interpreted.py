@@ -107,7 +107,10 @@ def make_worker() -> type:
 
         def init_device(self) -> None:
             super().init_device()
-            within = {}
+            within: dict[str, Any] = {}
+            drafts = self.speculative_config
+            if drafts is not None and drafts.use_dspark():
+                within["num_lanes"] = 2  # as the worker for GPUs
             if self.model_config.enable_sleep_mode:
                 sleeping.install()
                 within["alloc_context"] = lambda: sleeping.pool(self, "workspace")

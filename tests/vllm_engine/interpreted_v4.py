@@ -1,8 +1,10 @@
 """What vLLM's DeepSeek-V4 calls of kernels for CUDA, in torch or by vLLM's own Triton kernels for other devices."""
 
+from importlib.metadata import version
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 from benchmarks.engines.vllm import replaced_v4
 
@@ -37,6 +39,10 @@ def install() -> None:
     torch.cuda.is_current_stream_capturing = lambda: False
     ModelRegistry.register_model("DeepseekV4ForCausalLM", model.DeepseekV4ForCausalLM)
     ModelRegistry.register_model("DeepSeekV4MTPModel", mtp.DeepSeekV4MTP)
+    if Version(version("vllm")) >= Version("0.33"):
+        from vllm.models.deepseek_v4.nvidia import dspark
+
+        ModelRegistry.register_model("DSparkDraftModel", dspark.DSparkDeepseekV4ForCausalLM)
     utils._MODEL_ARCH_BY_HASH.clear()  # a config of drafts has asked for the model already
     attention.DeepseekV4Attention._run_parallel_input_projections = input_projections
     attention.DeepseekV4Attention.attn_gemm_parallel_execute = input_projections  # 0.26's name of it

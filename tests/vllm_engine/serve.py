@@ -10,7 +10,8 @@ several processes share heads and keys, which --interleave counts, with --late o
 and each step a dummy batch before it, as of ranks of data parallelism that have no requests; --stages share layers.
 With --sleep the engine sleeps at that level, wakes up, and serves the same requests again; with --offload it serves
 them again over caches that lost all pages but those that vLLM's connector has copied. With --shared the second layer
-has the selection of the first; with --apart each layer maps it itself. With --ampere the GPU has no e4m3.
+has the selection of the first; with --apart each layer maps it itself. With --ampere the GPU has no e4m3. DSpark drafts
+as many tokens as --dspark says, and with --adaptive those are verified that pay.
 """
 
 import json
@@ -20,6 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import adaptive as verification
 import interpreted_glm
 import interpreted_v41
 import own_v41
@@ -56,7 +58,7 @@ PAGES = {"deepseek_v32": 64, "deepseek_v4": 256, "deepseek_v41": 64, "glm5_next_
 STARTS = {
     "deepseek_v32": (10, 21, 17, 6),
     "deepseek_v4": (22, 28, 18, 10),
-    "deepseek_v41": (22, 28, 18, 10),
+    "deepseek_v41": (22, 28, 18, 11),
     "glm5_next_text": (22, 28, 19, 10),
     "hy_v4": (22, 28, 19, 10),
 }
@@ -117,7 +119,8 @@ def serve(
     model: Path, out: Path, reference: bool = False, cache: str = "fp8", drafts: int = 0, gather: bool = False,
     ranks: int = 1, interleave: int = 1, late: bool = False, beside: bool = False, invariant: bool = False,
     alone: bool = False, new: int = 5, blocks: int = 0, stages: int = 1, sleep: int = 0,
-    offload: bool = False, shared: bool = False, apart: bool = False, ampere: bool = False,
+    offload: bool = False, shared: bool = False, apart: bool = False, ampere: bool = False, dspark: int = 0,
+    adaptive: bool = False,
 ) -> None:  # fmt: skip
     if invariant:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
@@ -157,6 +160,7 @@ def serve(
         interpreted_v41.prepare()
     if kind == "glm5_next_text":
         interpreted_glm.prepare()
+    trimmed = verification.install() if adaptive else []
     compared = own_v41.install(own) if beside else None
     if apart:
         from xmla.vllm.backend import XmlaSparseImpl
@@ -188,6 +192,10 @@ def serve(
         arguments |= {"cp_kv_cache_interleave_size": interleave}
     if drafts:
         arguments["speculative_config"] = {"method": "mtp", "num_speculative_tokens": drafts}
+    if dspark:
+        arguments["speculative_config"] = {
+            "method": "dspark", "num_speculative_tokens": dspark, "enable_adaptive_verification": adaptive
+        }  # fmt: skip
     engine = LLMEngine.from_engine_args(
         EngineArgs(
             model=str(model), skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", kv_cache_dtype=cache,
@@ -205,6 +213,8 @@ def serve(
     joins = (
         {"long": 0, "short": 20, "late": 40, "prefix": 60} if alone else {"long": 0, "short": 0, "late": 2, "prefix": 5}
     )
+
+    steps: list[int] = []
 
     def ask() -> dict[str, Any]:
         tokens: dict[str, list[int]] = {}
@@ -224,6 +234,7 @@ def serve(
                     pairs = zip(answer.token_ids, answer.logprobs, strict=True)
                     logprobs[result.request_id] = [found[token].logprob for token, found in pairs]
                     cached += result.num_cached_tokens or 0
+        steps.append(step)
         return {"tokens": tokens, "logprobs": logprobs, "cached": cached}
 
     answers = ask()
@@ -239,7 +250,7 @@ def serve(
         engine.wake_up(["kv_cache"])
         answers |= {"again": ask(), "discarded": sleeping.MEMORY.discarded}
     answered: dict[str, Any] = {"beside": vars(compared)} if compared else {}
-    answered |= answers | told(engine) | {"preempted": preempted}
+    answered |= answers | told(engine) | {"preempted": preempted, "steps": steps[0], "trimmed": trimmed}
     layers = engine.vllm_config.compilation_config.static_forward_context.values()
     caches = [cache for layer in layers if isinstance(cache := getattr(layer, "kv_cache", None), torch.Tensor)]
     answered["entries"] = sorted({cache.shape[-1] for cache in caches if cache.numel()})

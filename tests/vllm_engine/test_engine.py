@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subprocess.Co
 
 @pytest.fixture(scope="module")
 def models(run: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folders = {name: tmp_path_factory.mktemp(name) for name in ("v32", "v4", "v41", "glm", "hy")}
+    names = "v32", "v4", "v41", "glm", "hy", "v4-dspark", "v41-dspark"
+    folders = {name: tmp_path_factory.mktemp(name) for name in names}
     for name, folder in folders.items():
         made = run("", "-m", "benchmarks.engines.models", str(folder), name)
         assert made.returncode == 0, made.stderr[-3000:]
@@ -111,6 +113,12 @@ def glm_kernels(serve: Callable[..., Any], models: dict[str, Path]) -> dict[str,
     if OLD:
         pytest.skip("new in 0.33")
     return serve("--cache", "auto", model=models["glm"])
+
+
+@pytest.fixture(scope="module")
+def undrafted(serve: Callable[..., Any], models: dict[str, Path]) -> Callable[[str], Any]:
+    """What a model with DSpark answers without it."""
+    return cache(lambda name: serve(model=models[f"{name}-dspark"]))
 
 
 def test_every_op_ran(kernels: dict[str, Any]) -> None:
@@ -431,6 +439,23 @@ def test_v4_tokens_with_drafts(v4_kernels: dict[str, Any], serve: Callable[..., 
     assert drafted["calls"]["sparse_mla"] > v4_kernels["calls"]["sparse_mla"]
 
 
+@pytest.mark.skipif(OLD, reason="not served before 0.33")
+@pytest.mark.parametrize(("name", "options"), [("v4", ()), ("v4", ("--adaptive",)), ("v41", ())])
+def test_tokens_that_dspark_drafts(
+    name: str, options: tuple[str, ...], undrafted: Callable[[str], Any], serve: Callable[..., Any],
+    models: dict[str, Path],
+) -> None:  # fmt: skip
+    """Three tokens in one pass, each of which attends to all of them; some are accepted.
+
+    Adaptive verification takes other numbers of tokens of requests than the host is told.
+    """
+    plain, drafted = undrafted(name), serve("--dspark", "3", *options, model=models[f"{name}-dspark"])
+    assert drafted["tokens"] == plain["tokens"]
+    assert drafted["steps"] < plain["steps"]
+    assert ("use_flattening=True" in drafted["log"]) == bool(options)
+    assert any(host != device for host, device in drafted["trimmed"]) == bool(options)
+
+
 def test_v4_probabilities_are_those_of_the_model(v4_kernels: dict[str, Any], models: dict[str, Path]) -> None:
     """transformers' own model, as for V3.2: 0.01 to 0.06 were found, by kernels and by references.
 
@@ -519,7 +544,8 @@ def test_where_vllm_takes_it(run: Callable[..., Any]) -> None:
         assert refused[each] == named
     assert refused["512 dims"] == [[], ["xmla attends to entries of 512 dims of models without roped dims alone"]]
     assert refused["micro-batches"] == ["xmla does not serve two micro-batches at once"]
-    told = "DSpark, two micro-batches at once, decode context parallelism of DeepSeek-V4"
+    told = "two micro-batches at once, decode context parallelism of DeepSeek-V4"
+    told = f"DSpark before vLLM 0.33, {told}" if OLD else told
     without = "without xmla in VLLM_PLUGINS vLLM serves with its own kernels"
     images = {"v4": ", images of DeepSeek-V4", "v41": ""}
     assert refused["unserved"] == {each: f"xmla.vllm: not served: {told}{images[each]}; {without}" for each in versions}

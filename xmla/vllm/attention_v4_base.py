@@ -54,6 +54,11 @@ def make_window_backend(backend: Any) -> type:
         def build_tile_scheduler(self, num_decode_tokens: int) -> dict[str, Any]:
             return super().build_tile_scheduler(0)
 
+        @classmethod
+        def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int:
+            """Most tokens of a request in a graph of decodes, which takes of each as many as the device says."""
+            return 1 + vllm_config.num_speculative_tokens
+
     class XmlaWindowBackend(backend):
         @staticmethod
         def get_builder_cls() -> type:
@@ -69,6 +74,18 @@ class Workspace(NamedTuple):
     lse: torch.Tensor
     slots: torch.Tensor  # of compressed entries
     counts: torch.Tensor  # of each token's slots
+
+
+def window_slots(vllm_config: Any, window: int) -> int:
+    """Slots of the window's cache that a token may have: in a layer of DSpark those of all tokens of its block too."""
+    drafts = vllm_config.speculative_config
+    if drafts is None or not drafts.use_dspark():
+        return window
+    from vllm.compilation import backends
+    from vllm.v1.attention.backends.mla.compressor_utils import get_dspark_swa_index_width
+
+    drafting = backends.model_tag == "dspark_head"  # while vLLM makes the drafter
+    return get_dspark_swa_index_width(window, drafts.num_speculative_tokens) if drafting else window
 
 
 class V4AttentionBase:
@@ -117,11 +134,10 @@ class V4AttentionBase:
     def unserved(cls, vllm_config: Any) -> dict[str, bool]:
         drafts, parallel = vllm_config.speculative_config, vllm_config.parallel_config
         capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
-        arch = 90 if capability is None else capability.to_int()
-        least = MIN_E4M3_ARCH if SINCE_033.contains(version("vllm")) else 90  # that has its mHC without DeepGEMM
+        arch, old = 90 if capability is None else capability.to_int(), not SINCE_033.contains(version("vllm"))
         return {
-            f"DeepSeek-V4 on sm_{arch}": arch < least,
-            "DSpark": drafts is not None and drafts.use_dspark(),
+            f"DeepSeek-V4 on sm_{arch}": arch < (90 if old else MIN_E4M3_ARCH),  # 0.33 has its mHC without DeepGEMM
+            "DSpark before vLLM 0.33": old and drafts is not None and drafts.use_dspark(),
             "two micro-batches at once": parallel.use_ubatching,
             "decode context parallelism of DeepSeek-V4": parallel.decode_context_parallel_size > 1,
         }
@@ -136,8 +152,9 @@ class V4AttentionBase:
         tokens, widths = self.max_num_batched_tokens, self.entry_widths()
         self.max_entry_slots = max(widths)
         self.gathers, device = rows_are_faster(self.padded_heads), device_of(self.attn_sink.device)
+        self.window_slots = window_slots(args[0], self.window_size)
         self.reserved = memory.scratch_v4(
-            self.padded_heads, self.window_size, widths, tokens, device, self.most_rows(tokens) if self.gathers else 0,
+            self.padded_heads, self.window_slots, widths, tokens, device, self.most_rows(tokens) if self.gathers else 0,
             self.formats,
         )  # fmt: skip
         self.workspace(tokens)
@@ -172,7 +189,8 @@ class V4AttentionBase:
         """Attention of q [T, H, 512] to `output`. The window's cache has `kv` already."""
         context = get_forward_context()
         metadata = context.attn_metadata
-        if metadata is None:  # the profile run's
+        if metadata is None:  # the profile run's, in which a drafter has a workspace of its own
+            self.workspace(self.max_num_batched_tokens)
             output.zero_()
             return
         step, compressed = metadata[self.swa_cache_layer.prefix], self.entry_metadata(metadata)

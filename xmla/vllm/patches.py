@@ -176,6 +176,8 @@ PATCHES = (
     # Without DeepGEMM vLLM makes a request of each token where a request has more than two, and each reads all keys.
     # xmla's logits take any number of tokens together.
     Patch("vllm.v1.attention.backends.mla.indexer", "_supports_native_decode", always(True), SINCE_033),
+    # Adaptive verification trims drafts on the device. Metadata then has a row of each token, whose length that says.
+    Patch("vllm.v1.attention.backends.mla.indexer", "_supports_flattened_device_query_lens", always(True), SINCE_033),
     # The runner asks the indexer's backend too, and vLLM's says no.
     Patch("vllm.v1.attention.backends.mla.indexer", "DeepseekV32IndexerBackend", mark_invariant, SINCE_033),
     # The first layer of V4 asks for DeepGEMM, which sm_89 does not have, and the others do not.

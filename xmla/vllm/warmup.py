@@ -229,7 +229,7 @@ def attend_calls_v4(layer: Any, window: Spec, cache: Spec | None, sizes: Sizes, 
     of_pools = product(layer.entry_widths(), token_counts(device, sizes.tokens), pools)
     for width, tokens, (first, second, named) in of_pools:
         q = Spec((tokens, layer.padded_heads, PLAIN_V4.dims), "bfloat16")
-        called = memory.arguments(q, first, layer.window_size, second, width) | sink
+        called = memory.arguments(q, first, layer.window_slots, second, width) | sink
         if second is not None:
             called["extra_lengths"] = called["lengths"]
         yield Call("sparse_mla", called, scale | named)
@@ -260,7 +260,7 @@ def calls(config: Any, device: Device) -> Iterator[Call]:
         if kind in ("XmlaV4Attention", "XmlaV41Attention"):
             window, widths = spec_of(layer.swa_cache_layer.kv_cache), layer.entry_widths()
             entries = spec_of(layer.entry_cache()) if any(widths) else None
-            if is_new(kind, window, entries, widths):
+            if is_new(kind, window, entries, widths, layer.window_slots):
                 yield from attend_calls_v4(layer, window, entries, sizes, device)
         if indexer_of(layer) == "DEEPSEEK_V41_INDEXER":  # whose keys other layers, with other blocks, have too
             keys, blocks = layer.indexer.k_cache, Blocks.of(vars(layer.indexer.indexer_op))

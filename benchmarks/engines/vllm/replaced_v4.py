@@ -27,7 +27,14 @@ def install() -> None:
     model.mhc_pre_tilelang, model.mhc_pre_broadcast_tilelang = mhc_pre, mhc_pre_broadcast
     model.mhc_fused_post_pre_tilelang = mhc_fused_post_pre
     mtp.fused_moe_make_expert_params_mapping = lambda *_, **__: []
-    for module in (model, mtp):
+    drafters = [mtp]
+    if Version(version("vllm")) >= Version("0.33"):
+        from vllm.models.deepseek_v4.nvidia import dspark
+
+        drafters.append(dspark)
+        dspark.fused_moe_make_expert_params_mapping = lambda *_, **__: []
+        dspark.DSparkDeepseekV4ForCausalLM.set_moe_parameters = lambda self: None
+    for module in (model, *drafters):
         module.mhc_post_tilelang, module.hc_head_fused_kernel_tilelang = mhc_post_torch, hc_head
 
 
@@ -54,7 +61,7 @@ def shared_experts() -> type:
     from vllm.models.deepseek_v4.nvidia.model import DeepseekV4MLP
 
     class SharedExperts(torch.nn.Module):
-        experts, use_native_mega_moe, use_mega_moe = None, False, False
+        experts, use_native_mega_moe, use_mega_moe, n_redundant_experts = None, False, False, 0
 
         def __init__(self, vllm_config: Any, prefix: str = "", **_: Any) -> None:
             super().__init__()

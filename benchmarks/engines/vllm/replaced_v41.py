@@ -17,12 +17,14 @@ def install() -> None:
     """Replace what needs a GPU in this process, before the model is made, which is the one of text alone."""
     from vllm.model_executor.kernels.mhc.torch import mhc_post_torch
     from vllm.model_executor.models import ModelRegistry
-    from vllm.models.deepseek_v41.nvidia import model
+    from vllm.models.deepseek_v41.nvidia import dspark, model
 
     replaced_v4.without_routed_experts(model)
     model.DeepseekV41LLMForCausalLM.set_moe_parameters = lambda self: None
     model.mhc_pre_delayed_tilelang, model.mhc_shifted_post_pre = mhc_pre, mhc_post_pre
-    model.mhc_post_tilelang, model.hc_collapse_triton = mhc_post_torch, collapse
+    for module in (model, dspark):
+        module.mhc_post_tilelang, module.hc_collapse_triton = mhc_post_torch, collapse
+    dspark.fused_moe_make_expert_params_mapping = lambda *_, **__: []
     ModelRegistry.register_model("DeepseekV41ForCausalLM", model.DeepseekV41LLMForCausalLM)
 
 
