@@ -17,7 +17,7 @@ from xmla.torch_api import _run
 from xmla.torch_api._arrays import spec_of
 
 MOST_FAMILIES = {
-    "write_mla_cache": 3, "map_slots": 15, "indexer_topk_paged": 24, "sparse_mla_paged": 44, "dsa_attention": 56,
+    "write_mla_cache": 2, "map_slots": 13, "indexer_topk_paged": 13, "sparse_mla_paged": 40, "dsa_attention": 41,
 }  # fmt: skip
 
 

@@ -1,6 +1,8 @@
 """Plans of other sizes by a template are those that are made anew, and few templates serve all sizes."""
 
+import gc
 import operator
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -106,6 +108,28 @@ def test_arithmetic_is_done_again_and_answers_are_compared() -> None:
     for a, b in ((5, 9), (1, 2), (40, 41)):
         assert function(a, b) == program(a, b)
     assert function(9, 5) is None and function(5, 5) is None
+
+
+def test_arithmetic_of_numbers() -> None:
+    assert [log2_of(n) for n in (-1, 0, 1, 2, 3, 4, 5)] == [0, 0, 0, 1, 2, 2, 3]
+    assert [next_power_of_2(n) for n in (1, 2, 3, 4, 5)] == [1, 2, 4, 4, 8]
+    assert [cdiv(n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
+
+
+def test_a_trace_and_its_functions_need_no_collection() -> None:
+    """What is dropped is freed at once: sizes know their trace, which knows none of them after its end."""
+    gc.collect()
+    gc.disable()
+    try:
+        trace = Trace()
+        size = trace.input(5)
+        function, known = trace.function((size + 1,)), weakref.ref(size.trace)
+        assert function(6) == (7,)
+        dropped = weakref.ref(function)
+        del trace, size, function
+        assert known() is None and dropped() is None
+    finally:
+        gc.enable()
 
 
 def test_functions_of_sizes_are_steps_where_python_would_ask() -> None:

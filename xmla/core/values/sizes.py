@@ -108,6 +108,7 @@ class Trace:
         self._steps: list[Size | Answer] = []
         self._known: dict[Any, Any] = {}  # by what they are computed of
         self._lines: tuple[tuple[str | None, str, tuple[str, ...]], ...] | None = None  # name, text, names in it
+        self._names: tuple[str, ...] = ()
         self._scope: dict[str, Any] = {"ceil": ceil}
 
     def input(self, value: int) -> Any:
@@ -175,13 +176,13 @@ class Trace:
             if name is None or name in needed:
                 lines.append(text)
                 needed.update(operands)
-        head = f"def sized({', '.join(size.name for size in self.inputs)}):"
+        head = f"def sized({', '.join(self._names)}):"
         text = "\n    ".join([head, *reversed(lines), f"return {_text(result, scope)}"])
         exec(text, scope)
-        return scope["sized"]
+        return scope.pop("sized")  # which has the scope: without a circle nothing waits for a collection
 
     def _close(self) -> None:
-        """Keep the steps as text, at which a collection of garbage does not look."""
+        """Keep the steps as text, at which a collection of garbage does not look; sizes know the trace, it no size."""
         fixed = [size for size in self.inputs if size.fixed]
         lines: list[tuple[str | None, str, tuple[str, ...]]] = []
         if fixed:
@@ -189,21 +190,29 @@ class Trace:
             lines.append((None, f"if ({', '.join(names)},) != {values}: return None", ()))
         constant = {id(size) for size in fixed}  # what follows from these alone is a constant too
         for step in self._steps:
-            operands = [value for value in step.operands if isinstance(value, Size) and id(value) not in constant]
-            known = [o.value if isinstance(o, Size) and id(o) in constant else o for o in step.operands]
-            text = step.form.format(*(o.name if isinstance(o, Size) else _text(o, self._scope) for o in known))
-            names = tuple(size.name for size in operands)
-            if isinstance(step, Size) and not operands:
-                constant.add(id(step))
-                step.fixed = True
-            elif isinstance(step, Size):
+            texts, free = [], []
+            for operand in step.operands:
+                if type(operand) is Size and id(operand) not in constant:
+                    free.append(operand.name)
+                    texts.append(operand.name)
+                else:
+                    texts.append(_text(operand.value if type(operand) is Size else operand, self._scope))
+            if not free:
+                if type(step) is Size:
+                    constant.add(id(step))
+                    step.fixed = True
+                continue
+            text, names = step.form.format(*texts), tuple(free)
+            if type(step) is Size:
                 lines.append((step.name, f"{step.name} = {text}", names))
-            elif operands and isinstance(step.value, bool):
+            elif isinstance(step.value, bool):
                 lines.append((None, f"if {'not ' * step.value}({text}): return None", names))
-            elif operands:
+            else:
                 lines.append((None, f"if {text} != {_text(step.value, self._scope)}: return None", names))
         for size in [*self.inputs, *(step for step in self._steps if isinstance(step, Size))]:
             size.operands = ()
+        self._names = tuple(size.name for size in self.inputs)
+        self.inputs.clear()
         self._steps.clear()
         self._known.clear()
         self._lines = tuple(lines)
@@ -237,13 +246,15 @@ def _read(form: str, operands: tuple[Any, ...]) -> tuple[list[Any], list[Any], t
 
 def _text(value: Any, scope: dict[str, Any]) -> str:
     """A value in the text of a function; what has no text is a name in its scope."""
+    if type(value) is int:
+        return f"({value})"
     if isinstance(value, Size):
         return _text(value.value, scope) if value.fixed else value.name
     if type(value) is tuple:
         return f"({''.join(f'{_text(each, scope)}, ' for each in value)})"
     if type(value) is list:
         return f"[{', '.join(_text(each, scope) for each in value)}]"
-    if value is None or type(value) in (bool, int, str):
+    if value is None or type(value) in (bool, str):
         return f"({value!r})"
     name = f"c{len(scope)}"
     scope[name] = value

@@ -32,6 +32,7 @@ class Config:
 
 
 @arithmetic
+@lru_cache(maxsize=1 << 12)  # families that differ elsewhere ask the same
 def count_splits(programs: int, keys: int, config: Config, device: Device) -> int:
     """The number of key splits with the fewest sequential tile steps: full waves, but a split costs about four tiles.
 
