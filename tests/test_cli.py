@@ -425,7 +425,7 @@ def test_errors_are_one_line_and_exit_2(capsys: pytest.CaptureFixture[str], monk
             ["supports", "sparse_mla", "--device", "H200", "--device", "V100"],
             "device is 'V100', expected one of H100, H200, B200, B300, RTX PRO 6000, GB10, L40S, A100",
         ),
-        (["verify", "--op", "sparse_mle"], "verify: op is 'sparse_mle', expected one of compress_kv, convert_indexer_"),
+        (["verify", "--op", "sparse_mle"], "verify: op is 'sparse_mle', expected one of compress_kv, compress_rows"),
         (
             ["verify", "--op", "sparse_mla", "--implementation", "gluon_sm10"],
             "verify: implementation is 'gluon_sm10', expected one of gluon, gluon_sm100, triton",

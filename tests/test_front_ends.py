@@ -80,6 +80,7 @@ def test_every_op_is_a_function_for_code_of_xmla() -> None:
 
 
 INSTEAD = {
+    "compress_rows_backward": "differentiate compress_rows",
     "convert_indexer_cache": "call xmla.layouts.convert",
     "indexer_block_logits": "call indexer_block_topk",
     "indexer_block_logits_paged": "call indexer_block_topk_paged",

@@ -13,11 +13,11 @@ Glossary of axes, the same everywhere:
   H           query heads
   I           indexer heads
   K           selected keys per token (top-k), or slots per token
-  N           keys of a prefill; columns of logits; candidates per part
+  N           keys of a prefill, and the tokens that they are of; columns of logits; candidates per part
   L           latent dims: the dims of an entry before the roped ones (512, in V4's formats 448)
   E           roped dims (64); L+E are all dims of an entry and of a query
   V           dims of a value and of attention's output (512)
-  D           dims of an indexer head and of its keys; in `compress_kv` dims of the entry
+  D           dims of an indexer head and of its keys; of a compressor, dims of the entry
   S           positions in a table of cosines and sines
   r           tokens per compressed entry
   C           series of D dims that a token gives a compressor (1 or 2); C·D dims per token, 2·C·D per state

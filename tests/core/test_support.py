@@ -28,7 +28,7 @@ def test_reasons_are_those_of_the_call() -> None:
 
 def test_questions_that_make_no_sense() -> None:
     with pytest.raises(
-        ArgumentError, match="op is 'sparse', expected one of compress_kv, convert_indexer_cache, convert_mla_cache"
+        ArgumentError, match="op is 'sparse', expected one of compress_kv, compress_rows, compress_rows_backward, co"
     ):
         supports("sparse", KNOWN_DEVICES[0])
     with pytest.raises(ArgumentError, match="axis is 'Z', expected one of"):

@@ -171,8 +171,10 @@ def _batch(operands: Sequence[Any], axes: Sequence[Any], *, op: Op, names: tuple
             )
     rows = {name for name in refs if _batching.row_axis(op.tensors[name]) is not None}  # a pool is not copied
     arrays |= {name: ref[...] for name, ref in refs.items() if dims[name] is not None or name in rows}
-    pools = set() if op.sums_over_tokens else _batching.batched_pools(op, dims)
-    if op.sums_over_tokens:
+    # Of an op without rows every argument is of a whole call.
+    apart = op.sums_over_tokens or not any(map(_batching.row_axis, op.tensors.values()))
+    pools = set() if apart else _batching.batched_pools(op, dims)
+    if apart:
         outputs = _batch_sequentially(op, arrays, dims, params)
     elif size == 0:
         outputs = _batch_of_size_0(op, arrays, dims, params["attrs"])
@@ -210,7 +212,7 @@ def _batch_of_size_0(
 def _batch_sequentially(
     op: Op, arrays: dict[str, Any], dims: dict[str, int | None], params: dict[str, Any]
 ) -> list[Any]:
-    """One call after another, of an op that sums over rows: folded, the sums would be those of the whole batch."""
+    """One call after another, of an op that sums over rows, or has none: folded, they would be of the whole batch."""
     moved = {
         name: _batching.replicate(_batching.move(arrays[name], dim, 0), 0)
         for name, dim in dims.items()

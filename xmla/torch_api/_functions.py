@@ -12,6 +12,7 @@ from xmla.torch_api._ops import planned, public
 _ops = registry()
 
 _compress_kv = public(_ops["compress_kv"])
+_compress_rows = public(_ops["compress_rows"])
 _convert_mla_cache = public(_ops["convert_mla_cache"])
 _dsa_attention = public(_ops["dsa_attention"])
 _dsa_step = public(_ops["dsa_step"])
@@ -139,6 +140,67 @@ def compress_kv(
         workspace,
         implementation,
     )
+
+
+@planned
+def compress_rows(
+    kv: torch.Tensor,
+    score: torch.Tensor,
+    ape: torch.Tensor,
+    positions: torch.Tensor,
+    norm_weight: torch.Tensor | None = None,
+    cos_sin: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-06,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> torch.Tensor:
+    """Compressed entries of whole documents as rows, as in training: what `compress_kv` and `pool_keys` quantise.
+
+        for every token with (p + 1) mod r = 0, j = p div r, o = C − 1:              p = positions[n]
+        w[d]      = softmax over rows q of score + ape[q mod r]                      for each dim d separately
+        pooled[d] = Σ_q w[q,d] · kv[q,d]          q = (j − o)·r … (j + 1)·r − 1, from series 0 where q < j·r, else o
+        normed    = pooled / sqrt(mean(pooled²) + eps) · norm_weight
+        rows[n]   = normed, the pairs (2i, 2i+1) of its last E dims rotated by cos_sin[j·r]
+
+    The tokens of a document are adjacent, and their positions rise by one; several documents may follow each other. Row
+    q of a window is the token n − (p − q). One that has another position, or is not there, is left out.
+
+    Args:
+        kv, score: [N, C·D] bfloat16, float16 or float32: a token's two projections, C = 1 or 2. D = 32, 64, 128 or 512.
+        ape: [r, C·D] float32, added to a token's score by the token's place in its group.
+        positions: [N] int32, each token's position in its document. A negative one marks padding.
+        norm_weight: [D] bfloat16, float16 or float32. Without it C = 1 and normed = pooled, as in `pool_keys`.
+        cos_sin: [S, E] bfloat16, float16 or float32: for each position E / 2 cosines, then E / 2 sines. An entry whose
+            position is not in it has a row of zeros. Without it nothing is rotated.
+        eps: Added to the mean square.
+        out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
+
+    Returns:
+        rows: [N, D] float32: an entry where the token that completes it stands, else 0.
+
+    Raises:
+        ArgumentError: A dtype, rank, axis or stride is wrong.
+
+    `sparse_mla` attends to the rows, in q's dtype, as pages of one entry: a slot is then the place of the token that
+    completes the entry. Beside entries that `compress_kv` quantised they are its `rows`, or `extra_rows`.
+
+    Numerics: float32; `compress_kv` computes the same before it rounds, up to the order of a window's sum. Gradients
+    are sums of float32 in one order, so that the same arguments give the same bits.
+
+    Example:
+        >>> kv, score, ape = torch.ones((4, 32)), torch.zeros((4, 32)), torch.zeros((2, 32))
+        >>> rows = xt.compress_rows(kv, score, ape, torch.arange(4, dtype=torch.int32), torch.ones(32), eps=0.0)
+        >>> rows[:, 0].tolist()
+        [0.0, 1.0, 0.0, 1.0]
+
+    Implementations, best first:
+        triton: every call.
+
+    Derivative: compress_rows_backward, of kv, score, ape, norm_weight.
+    """
+    return _compress_rows([kv, score, ape, positions, norm_weight, cos_sin], (eps,), out, workspace, implementation)
 
 
 @planned
@@ -2122,6 +2184,7 @@ def write_mla_cache(
 
 __all__ = [
     "compress_kv",
+    "compress_rows",
     "convert_mla_cache",
     "dsa_attention",
     "dsa_step",

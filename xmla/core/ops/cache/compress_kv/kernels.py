@@ -153,13 +153,15 @@ def pool_window(state_ptr, table_row, table_width, num_pages, entry, first_dim, 
 
 
 @triton.jit
-def rotate(x, row, D: tl.constexpr, E: tl.constexpr):
-    """Rotate the last E of D dims, in pairs of neighbours, by the cosines and sines at `row`."""
+def rotate(x, row, D: tl.constexpr, E: tl.constexpr, BACK: tl.constexpr):
+    """Rotate the last E of D dims, in pairs of neighbours, by the cosines and sines at `row`; or rotate them back."""
     even, odd = tl.split(tl.reshape(x, (D // 2, 2)))
     offs_p = tl.arange(0, D // 2) - (D - E) // 2
     roped = offs_p >= 0
     cos = tl.load(row + offs_p, mask=roped, other=1.0).to(tl.float32)
     sin = tl.load(row + E // 2 + offs_p, mask=roped, other=0.0).to(tl.float32)
+    if BACK:
+        sin = -sin
     turned = tl.where(roped, odd * cos + even * sin, odd)
     even = tl.where(roped, even * cos - odd * sin, even)
     return tl.reshape(tl.join(even, turned), (D,))
@@ -173,7 +175,7 @@ def finish_entry(x, number, entry, page, norm_weight_ptr, cos_sin_ptr, cache_ptr
         weight = tl.load(norm_weight_ptr + tl.arange(0, D)).to(tl.float32)
         x = x * tl.rsqrt(tl.sum(x * x, 0) / D + C.EPS) * weight
     if C.E:
-        x = rotate(x, cos_sin_ptr + offset_of(entry * C.RATIO, C.ANGLE_STRIDE), D, C.E)
+        x = rotate(x, cos_sin_ptr + offset_of(entry * C.RATIO, C.ANGLE_STRIDE), D, C.E, False)
     slot = tl.where(number > 0, offset_of(page, C.PAGE_SIZE) + entry % C.PAGE_SIZE, -1)
     slot = slot + tl.zeros([1], tl.int64)
     ok = slot >= 0

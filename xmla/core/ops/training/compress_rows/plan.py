@@ -1,0 +1,26 @@
+from xmla.core.call import LARGEST_SIZE, Problem
+from xmla.core.ops.training.compress_rows.constants import Compressor, compressor_constants
+from xmla.core.ops.training.compress_rows.kernels import compress_rows_kernel
+from xmla.core.plan import Implementation, Launch, Plan
+from xmla.core.values import Device
+
+
+def angles(problem: Problem) -> int:
+    """How many entries' first positions have an angle: without a rotation all."""
+    return problem["S"] if problem.has("cos_sin") else LARGEST_SIZE
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    launch = Launch(
+        compress_rows_kernel,
+        grid=(problem["N"],),
+        outputs=("rows",),
+        arrays=problem.stand_ins(norm_weight="ape", cos_sin="ape"),
+        sizes={"num_angles": angles(problem)},
+        constexprs={"C": Compressor(**compressor_constants(problem))},
+        num_warps=8,
+    )
+    return Plan((launch,), problem.results, ("rows",))
+
+
+IMPLEMENTATION = Implementation("triton", plan)
