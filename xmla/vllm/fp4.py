@@ -38,10 +38,10 @@ def write_behind(fused: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
         *args: Any, slot_mapping: Any = None, mla_kv_cache: Any = None, mla_kv_cache_dtype: str = "auto",
         kv_c_out: Any = None, k_pe_out: Any = None, **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
-        made = {"slot_mapping": slot_mapping, "kv_c_out": kv_c_out, "k_pe_out": k_pe_out}
+        written = {"slot_mapping": slot_mapping, "kv_c_out": kv_c_out, "k_pe_out": k_pe_out}
         if mla_kv_cache is None or mla_kv_cache_dtype != DTYPE:
-            return fused(*args, mla_kv_cache=mla_kv_cache, mla_kv_cache_dtype=mla_kv_cache_dtype, **made, **kwargs)
-        queries = fused(*args, **made, **kwargs)
+            return fused(*args, mla_kv_cache=mla_kv_cache, mla_kv_cache_dtype=mla_kv_cache_dtype, **written, **kwargs)
+        queries = fused(*args, **written, **kwargs)
         count = slot_mapping.numel()  # the rows may be padded
         xt.write_mla_cache(kv_c_out[:count], k_pe_out[:count], slot_mapping, mla_kv_cache, scale_floor="amax")
         return queries

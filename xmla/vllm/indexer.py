@@ -159,7 +159,7 @@ def reserve(keys: int, dim: int, blocks: Blocks | None) -> tuple[torch.Tensor, t
     return tuple(current_workspace_manager().get_simultaneous(*sizes(keys, dim, blocks)))
 
 
-def named(scales: torch.Tensor) -> dict[str, str]:
+def named(scales: torch.Tensor) -> dict[str, Any]:
     """The format, as an attribute of ops, of a cache whose keys are gathered beside such scales."""
     return {"cache_format": "fp8" if scales.dtype == torch.float32 else "fp8_ue8m0"}
 
@@ -241,7 +241,7 @@ def select_in_blocks(
 def select_paged(
     shards: Shards, q8: torch.Tensor, weights: torch.Tensor, cache: torch.Tensor, table: torch.Tensor,
     lengths: torch.Tensor, requests: torch.Tensor | None, scratch: torch.Tensor, selected: torch.Tensor,
-    form: dict[str, str],
+    form: dict[str, Any],
 ) -> None:  # fmt: skip
     """`indexer_topk_paged` over the keys of all ranks."""
     tokens = len(lengths)
