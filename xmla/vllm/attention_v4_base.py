@@ -189,8 +189,7 @@ class V4AttentionBase:
         """Attention of q [T, H, 512] to `output`. The window's cache has `kv` already."""
         context = get_forward_context()
         metadata = context.attn_metadata
-        if metadata is None:  # the profile run's, in which a drafter has a workspace of its own
-            self.workspace(self.max_num_batched_tokens)
+        if metadata is None:  # the profile run's
             output.zero_()
             return
         step, compressed = metadata[self.swa_cache_layer.prefix], self.entry_metadata(metadata)
