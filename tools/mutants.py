@@ -446,7 +446,7 @@ MUTANTS = (
     Mutant('fp4 and Version(version("vllm")) < Version("0.33")', "False", "xmla/vllm/refusals.py", "../test_vllm.py",
            "since_a_release"),
     Mutant("architecture not in SERVED", "False", "xmla/vllm/refusals.py", "../test_vllm.py", "nobody_has_tried"),
-    Mutant('and key_format() != "fp8"', "and False", "xmla/vllm/refusals.py", "../test_vllm.py", "travel"),
+    Mutant('and key_format() != "fp8"', "and False", "xmla/vllm/refusals.py", "../test_vllm.py", "caches_travel"),
     Mutant("pool_size(config) > 1 and not has_e4m3()", "False", "xmla/vllm/refusals.py", "../test_vllm.py",
            "where_vllm_cannot_write"),
     Mutant("not in (*FLOATS, torch.float8_e4m3fn)", "in ()", "xmla/vllm/projection.py", "../test_vllm.py",
