@@ -40,6 +40,8 @@ class Vllm(Adapter):
         ("xmla-invariant", "xmla"), *((f"xmla-invariant-{name}", "xmla-invariant") for name in ("alone", "drafts")),
         ("v4-own-chunks", "v4-own"), ("v4-xmla-chunks", "v4-xmla"), ("v4-xmla", "v4-own"), ("v4-own-graphs", "v4-own"),
         ("v4-xmla-graphs", "v4-xmla"), ("v4-xmla-profiled", "v4-xmla"),
+        ("xmla-fp4", "own-bf16"), ("xmla-fp4", "xmla"), ("xmla-fp4-graphs", "xmla-fp4"),
+        ("v41-fp4-xmla", "v41-xmla"), ("v41-fp4-xmla-graphs", "v41-fp4-xmla"),
         ("own-long-chunks", "own-long"), ("xmla-long", "own-long"),
         ("v4-own-long-chunks", "v4-own-long"), ("v4-xmla-long", "v4-own-long"),
         ("v41-own-chunks", "v41-own"), ("v41-xmla", "v41-own"), ("v41-own-graphs", "v41-own"),
@@ -48,7 +50,7 @@ class Vllm(Adapter):
         ("glm-xmla", "glm-own"), ("glm-xmla-fp8", "glm-own-fp8"), ("glm-xmla-graphs", "glm-xmla"),
     )  # fmt: skip
     near = "xmla-ranks", "xmla-keys", "xmla-drafts", "xmla-long", "xmla-profiled", "v4-xmla", "v41-xmla", "glm-xmla"
-    kept = "attention", "calls", "seconds", "steps", "kernels", "compiled_late"
+    kept = "attention", "calls", "seconds", "steps", "kernels", "compiled_late", "cache_tokens"
     measuring: Mapping[str, str] = {"TRITON_CACHE_AUTOTUNING": "1"}  # see `tune_in_turn` of the child
 
     def environment(self, log: Path) -> dict[str, str]:

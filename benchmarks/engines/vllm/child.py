@@ -32,7 +32,11 @@ from benchmarks.engines.vllm import arrivals, workers
 from benchmarks.engines.vllm.engines import ENGINES, OPS
 from benchmarks.engines.vllm.steps import Watch, summary
 
-CACHE_BYTES = {"fp8": 656 + 132, "auto": 1152 + 132}  # of a token in a layer, with the indexer's key
+CACHE_BYTES = {
+    "fp8": 656 + 132,
+    "nvfp4_ds_mla": 352 + 132,
+    "auto": 1152 + 132,
+}  # of a token in a layer, with the indexer's key
 
 
 def load() -> None:
@@ -252,7 +256,9 @@ def answer(name: str, model: Path, out: Path) -> None:
     assert all(other == first for other in others), [first, *others]
     after = engine.collective_rpc(workers.compiled)
     late = [made for old, new in zip(before, after, strict=True) for made in new[len(old) :]]
+    cache = engine.vllm_config.cache_config
     counts = {"steps": step, "kernels": len(before[0]), "compiled_late": late}
+    counts["cache_tokens"] = cache.num_gpu_blocks * cache.block_size
     out.write_text(json.dumps({"answers": answers, "seconds": seconds} | counts | first))
 
 

@@ -22,6 +22,7 @@ LONG: dict[str, Any] = {"joins": {"700": 0, "2500": 0, "40": 0, "64000": 0}, "ne
 LONG_V4: dict[str, Any] = {"kind": "v4", "joins": {"525497": 0, "40": 12}, "max_len": 1 << 20, "cache_gib": 8}
 # Of V4.1 one with more entries than the blocks of the source layer have.
 V41: dict[str, Any] = {"kind": "v41", "joins": JOINS | {"24000": 0}, "max_len": 32768, "cache_gib": 2}
+FP4: dict[str, Any] = {"cache": "nvfp4_ds_mla"}  # on Hopper vLLM's own kernels have none
 GLM: dict[str, Any] = {"kind": "glm", "cache": "auto", "cache_gib": 2}
 
 
@@ -94,6 +95,8 @@ ENGINES = {
     "v41-own": own(**V41), "v41-own-chunks": own(chunk=768, **V41), "v41-own-graphs": own(sizes=EXACT, **V41),
     "v41-xmla": xmla(**V41), "v41-xmla-graphs": xmla(sizes=EXACT, **V41),
     "v41-xmla-profiled": xmla(sizes=EXACT, **V41 | {"cache_gib": 0}),
+    "xmla-fp4": xmla(**FP4), "xmla-fp4-graphs": xmla(sizes=EXACT, **FP4), "v41-fp4-xmla": xmla(**V41, **FP4),
+    "v41-fp4-xmla-graphs": xmla(sizes=EXACT, **V41, **FP4),
     "glm-own": own(**GLM), "glm-own-chunks": own(**GLM, chunk=768), "glm-own-graphs": own(**GLM, sizes=EXACT),
     "glm-own-fp8": own(**GLM | {"cache": "fp8"}), "glm-xmla": xmla(**GLM), "glm-xmla-graphs": xmla(**GLM, sizes=EXACT),
     "glm-xmla-fp8": xmla(**GLM | {"cache": "fp8"}),

@@ -9,7 +9,7 @@ from xmla import torch_api
 from xmla.bench import baselines, problems
 from xmla.bench.benchmark import Benchmark, rotation
 from xmla.bench.errors import attention_error, relative_error
-from xmla.core.formats.mla import V4, V32, MlaLayout
+from xmla.core.formats.mla import NVFP4, V4, V32, MlaLayout
 from xmla.torch_api._all_ops import TORCH_OPS
 
 SCALE = 0.1352  # softmax scale of DeepSeek-V3.2
@@ -194,3 +194,47 @@ def prefill() -> Iterator[Benchmark]:
         rows = torch_api.read_mla_cache(pool, torch.arange(keys, device=problems.DEVICE, dtype=torch.int32))
         yield prefill_case("bf16 rows", layout, k, q, rows[:, None], rows, slots)
         yield prefill_case("fp8 pages", layout, k, q, pool, rows, slots)
+
+
+FP4_DECODE = (*((requests, 128) for requests in (1, 8, 64, MOST)), *((64, heads) for heads in (16, 32, 64)))
+FP4_PREFILL = ((128, 8192), (128, 131072))  # heads and keys there are: dequantised first, and packed
+
+
+def fp4_case(kind: str, pools: tuple[torch.Tensor, ...], q: torch.Tensor, slots: torch.Tensor) -> Benchmark:
+    """Attention to vLLM's entries of nvfp4_ds_mla, the first of `pools`, beside V3.2's."""
+    sets, tokens, heads, k = *q.shape[:3], slots.shape[2]
+
+    def call(ops: Any, q: Any, pool: Any, slots: Any) -> Any:
+        return ops.sparse_mla(q, pool, slots, softmax_scale=SCALE)[0]
+
+    return Benchmark(
+        op="sparse_mla",
+        case=f"{kind} nvfp4 t={tokens} h={heads} k={k} s_kv={pools[0].shape[0] * pools[0].shape[1]}",
+        call=call,
+        inputs=[(q[i], pools[0], slots[i]) for i in range(sets)],
+        check=lambda: attention_error(
+            call(TORCH_OPS, q[0], pools[0], slots[0]), q[0], [(pools[0], slots[0], None)], SCALE
+        ),
+        peers={"itself over V3.2's entries": lambda i: call(torch_api, q[i], pools[1], slots[i])},
+        flops=2 * tokens * heads * k * (576 + 512),
+        bytes=tokens * k * NVFP4.row,
+        bound="bf16",
+    )
+
+
+def fp4_queries(sets: int, tokens: int, heads: int) -> torch.Tensor:
+    return torch.randn(sets, tokens, heads, 576, device=problems.DEVICE, dtype=torch.bfloat16) * 0.3
+
+
+def fp4() -> Iterator[Benchmark]:
+    """Decode and prefill over entries of 352 bytes."""
+    layouts = NVFP4, V32
+    pools = tuple(problems.latent_pool(MOST * KEYS, layout=layout) for layout in layouts)
+    for tokens, heads in FP4_DECODE:
+        sets = rotation(tokens * K * NVFP4.row)
+        slots = torch.stack([problems.chosen_keys(tokens, KEYS, K) for _ in range(sets)]) + own_keys(tokens, 1, KEYS)
+        yield fp4_case("decode", pools, fp4_queries(sets, tokens, heads), slots)
+    for heads, keys in FP4_PREFILL:
+        pools = tuple(problems.latent_pool(keys, layout=layout) for layout in layouts)
+        slots = problems.chosen_keys(PREFILL_TOKENS, keys, K)[None]
+        yield fp4_case("prefill", pools, fp4_queries(1, PREFILL_TOKENS, heads), slots)
