@@ -383,7 +383,7 @@ def test_rows_of_other_formats(name: str, row: int, dims: int) -> None:
     calls = [call for _, calls in config.steps() for call in calls]
     assert {call.specs["q"].shape[2] for call in calls if call.op in ("sparse_mla", "dsa_attention")} == {dims}
     assert config.specializations(find_device("H200"))
-    known = "v32, nope, nvfp4, plain, plain_v4"
+    known = "v32, nope, nvfp4, nvfp4_bf16, plain, plain_v4"
     with pytest.raises(ArgumentError, match=f"ModelConfig: a cache's format is 'v4', expected one of {known}$"):
         ModelConfig(cache_format="v4").caches()
 
@@ -700,7 +700,9 @@ def test_supports_tells_of_a_model() -> None:
     assert told.exit_code == 0 and told.output.startswith("ModelConfigV4("), told.output
     assert "heads=32, " in told.output and "sparse_mla by gluon" in " ".join(told.output.split())
     told = CliRunner().invoke(app, ["supports", "--model", "glm5_next", "--cache-format", "v9", "--device", "H200"])
-    assert "a cache's format is 'v9', expected one of v32, nope, nvfp4, plain, plain_v4" in str(told.exception)
+    assert "a cache's format is 'v9', expected one of v32, nope, nvfp4, nvfp4_bf16, plain, plain_v4" in str(
+        told.exception
+    )
     for words, got in (([], "neither"), (["sparse_mla", "--model", "hy_v4"], "both")):
         refused = CliRunner().invoke(app, ["supports", *words])
         assert str(refused.exception) == f"supports: got {got}, expected an op or --model"

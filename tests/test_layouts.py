@@ -130,7 +130,7 @@ def test_inspect_does_not_guess() -> None:
         None, None, "; ".join(f"{name}: nothing is written in the pages read" for name in ("v41", "v41_footer", "nope"))
     )
     assert layouts.inspect(np.zeros((2, 4, 600), np.uint8)).reason == (
-        "no format has rows of 600 bytes; known are 656, 584, 528, 288, 352, 36, 20, 68, 132"
+        "no format has rows of 600 bytes; known are 656, 584, 528, 288, 352, 432, 384, 36, 20, 68, 132"
     )
     garbage = np.random.default_rng(0).integers(0, 256, (2, 64, 656), np.uint8)
     found = layouts.inspect(garbage)

@@ -10,7 +10,19 @@ from hypothesis import example, given
 
 from xmla.core.errors import ArgumentError
 from xmla.core.formats.indexer import INDEXER_FORMATS, IndexerLayout, indexer_layouts
-from xmla.core.formats.mla import MLA_LAYOUTS, NVFP4, V4, V32, V41, V41_FOOTER, V41_FP4, V41_FP4_FOOTER, MlaLayout
+from xmla.core.formats.mla import (
+    MLA_LAYOUTS,
+    NVFP4,
+    NVFP4_BF16,
+    V4,
+    V4_NVFP4,
+    V32,
+    V41,
+    V41_FOOTER,
+    V41_FP4,
+    V41_FP4_FOOTER,
+    MlaLayout,
+)
 from xmla.core.formats.numbers import dequantize_mxfp4, power_of_two_exponent, quantize, quantize_mxfp4
 from xmla.core.op import Op
 from xmla.core.registry import registry
@@ -113,22 +125,28 @@ def test_fp4_pages_byte_by_byte() -> None:
         (V41_FP4, 3 * 288, 3 * 288 + behind),
         (V41_FP4_FOOTER, 3 * 256, 5 * 256 + 3 * 32 + np.arange(32)),
         (NVFP4, 3 * 352, 3 * 352 + 320 + 8 * (np.arange(32) % 4) + np.arange(32) // 4),
+        (NVFP4_BF16, 3 * 432, 3 * 432 + behind),
+        (V4_NVFP4, 3 * 352, 5 * 352 + 3 * 32 + np.arange(28)),
     ):
         page, entry = written(layout, 5, 3)
         row = page[values_at:]
+        count = layout.quantized
         if layout is NVFP4:
             assert np.array_equal(row[256:320].view(E4M3), entry[512:].astype(E4M3))
+        elif count < layout.dims:
+            roped = row[{NVFP4_BF16: 304, V4_NVFP4: 224}[layout] :][:128].view(ml_dtypes.bfloat16)
+            assert np.array_equal(roped, entry[count:].astype(ml_dtypes.bfloat16))
         scales = page[places].view(E4M3).astype(np.float64)
-        exact = np.abs(entry[:512]).reshape(32, 16).max(axis=1) / 6
+        exact = np.abs(entry[:count]).reshape(-1, 16).max(axis=1) / 6
         if layout is NVFP4:  # vLLM rounds up, so that no value is larger than 6 scales
             assert (scales >= exact).all() and (scales <= exact * 1.125 + 2.0**-9).all()
         else:
             assert (np.abs(scales - exact) <= np.maximum(exact / 16, 2.0**-10)).all()
-        codes = np.stack([row[:256] & 15, row[:256] >> 4], axis=1).reshape(512)
+        codes = np.stack([row[: count // 2] & 15, row[: count // 2] >> 4], axis=1).reshape(count)
         values = np.where(codes & 8, -1, 1) * magnitudes[codes & 7] * np.repeat(scales, 16)
         # One explicit bit: half a step is a quarter of a normal value, and a quarter of a scale below 1.
-        bound = np.maximum(np.abs(entry[:512]) / 4, np.repeat(scales, 16) / 4)
-        assert (np.abs(values - entry[:512]) <= bound).all()
+        bound = np.maximum(np.abs(entry[:count]) / 4, np.repeat(scales, 16) / 4)
+        assert (np.abs(values - entry[:count]) <= bound).all()
 
 
 def formats_served(op: Op) -> set[MlaLayout | IndexerLayout]:

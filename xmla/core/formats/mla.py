@@ -216,6 +216,14 @@ NVFP4 = MlaLayout(
     "nvfp4", 352, values="e2m1", tile=16, scale="e4m3", scale_up=True, scale_offset=320, interleaved=True,
     rope_values="e4m3", rope_offset=256,
 )  # fmt: skip
+# The dtype of that name in local-inference-lab's vLLM (its pull request 82; b12x, attention/_shared/mla/kv_cache.py):
+# 256 bytes e2m1, 32 e4m3 scales, 16 of padding, 64 bf16 roped dims. Its scales of a layer stay outside of the cache.
+NVFP4_BF16 = MlaLayout("nvfp4_bf16", 432, values="e2m1", tile=16, scale="e4m3", scale_offset=256, rope_offset=304)
+# DeepSeek-V4's entries in 4 bits (FlashInfer 0.7.2, sparse_mla_sm120/model/dsv4_nvfp4_layout.cuh): data of 224 bytes
+# e2m1 and 64 bf16 roped dims; 28 e4m3 scales and a pad of 4 bytes.
+V4_NVFP4 = MlaLayout(
+    "v4_nvfp4", 384, latent=448, rope_in_value=True, values="e2m1", tile=16, scale="e4m3", footer=32, rope_offset=224
+)
 # DeepSeek-V4 (FlashMLA tests/quant.py "MODEL1"): data of 448 e4m3 and 64 bf16 roped dims; 7 UE8M0 scales and a pad.
 V4 = MlaLayout(
     "v4", 584, latent=448, rope_in_value=True, tile=64, scale="ue8m0", footer=8, rope_offset=448, page_multiple=576
@@ -246,7 +254,9 @@ PLAIN = MlaLayout("plain", 576, values="plain", rope_values="plain")
 PLAIN_V4 = MlaLayout(
     "plain_v4", 512, latent=448, rope_in_value=True, values="plain", rope_values="plain", rope_offset=448
 )
-MLA_LAYOUTS = (V32, V4, V41, V41_FP4, V41_FOOTER, V41_FP4_FOOTER, NOPE, NVFP4, PLAIN, PLAIN_V4)
+MLA_LAYOUTS = (
+    V32, V4, V41, V41_FP4, V41_FOOTER, V41_FP4_FOOTER, NOPE, NVFP4, NVFP4_BF16, V4_NVFP4, PLAIN, PLAIN_V4,
+)  # fmt: skip
 
 # Dims of an entry as a value, in every layout: its first ones. The dims of attention's output.
 VALUE_DIMS = 512

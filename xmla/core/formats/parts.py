@@ -48,4 +48,11 @@ def entry_of(layout: MlaLayout | IndexerLayout) -> Entry:
         footer = (scales, ("pad", pad)) if pad else (scales,)
     else:
         places.append((layout.scale_offset, scales))
-    return Entry(layout.values, layout.scale, layout.tile, tuple(part for _, part in sorted(places)), footer)
+    parts: list[tuple[str, int]] = []
+    end = 0
+    for offset, part in sorted(places):
+        if offset > end:
+            parts.append(("pad", offset - end))
+        parts.append(part)
+        end = offset + part[1]
+    return Entry(layout.values, layout.scale, layout.tile, tuple(parts), footer)

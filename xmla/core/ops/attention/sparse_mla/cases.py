@@ -3,9 +3,11 @@ import numpy as np
 from xmla.core.formats.mla import (
     NOPE,
     NVFP4,
+    NVFP4_BF16,
     PLAIN,
     PLAIN_V4,
     V4,
+    V4_NVFP4,
     V32,
     V41,
     V41_FOOTER,
@@ -110,6 +112,9 @@ CASES = (
     ),
     make_case(2, 9, 65, 3, NOPE, with_lengths=True, cache_format="nope"),
     make_case(3, 4, 40, 64, NVFP4, with_sink=True, lse_base="2"),
+    make_case(2, 9, 33, 5, NVFP4_BF16, with_lengths=True),
+    make_case(2, 5, 40, 64, V4, extra=(V4_NVFP4, 30, 2), rotate=True),
+    make_case(3, 4, 33, 61, V4_NVFP4, with_sink=True, padding=2),
     make_case(2, 17, 40, 5, PLAIN_V4, extra=(V4, 30, 64), rotate=True),
     make_case(90, 17, 40, 27, with_lengths=True, padding=656),  # entries are unpacked first
     make_case(100, 18, 33, 2, V4, F16, with_sink=True, rotate=True),

@@ -30,13 +30,14 @@ def write_mla_cache(latent, rope, slots, cache, *, cache_format: str | None = No
             "v41_fp4" 288 B: 512 e2m1, roped dims included, then the entry's 32 e4m3 scales, one per 16 dims: V4.1's
             compressed cache.
             "v41_footer", "v41_fp4_footer": the same two before V4.1's release, with scales in the page's footer.
-            "nvfp4" 352 B: e2m1, one e4m3 scale per 16 dims, e4m3 rope.
+            "nvfp4" 352 B: e2m1, one e4m3 scale per 16 dims, e4m3 rope.   "nvfp4_bf16" 432 B: the same, bfloat16 rope.
+            "v4_nvfp4" 384 B: V4's dims, e2m1, one e4m3 scale per 16 dims in the page's footer, bfloat16 rope.
             Plain rows of bfloat16 or float16: "plain" 576, "plain_v4" 512 elements.
         scale_floor: "scale": no scale is below 2**-13 (FlashMLA's writer). "amax": no scale is below the scale of a
             tile whose largest magnitude is 1e-4 (vLLM's writer). e4m3 scales have one floor, 2**-9.
 
-    e4m3 scales are max|x[g]| / 6, at most 448, rounded to e4m3: to nearest in "v41_fp4" and "v41_fp4_footer"
-    (FlashMLA, vLLM), up in "nvfp4" (vLLM).
+    e4m3 scales are max|x[g]| / 6, at most 448, rounded to e4m3: up in "nvfp4", so that no
+    value is larger than 6 scales, elsewhere to nearest (FlashMLA, vLLM, FlashInfer).
 
     Raises:
         ArgumentError: A dtype, rank, axis, stride or attribute is wrong; ROW is 528 or 288 bytes and no `cache_format`

@@ -4,9 +4,11 @@ import numpy as np
 from xmla.core.formats.mla import (
     NOPE,
     NVFP4,
+    NVFP4_BF16,
     PLAIN,
     PLAIN_V4,
     V4,
+    V4_NVFP4,
     V32,
     V41,
     V41_FOOTER,
@@ -63,6 +65,8 @@ CASES = (
     _case(5, 2, V41_FP4_FOOTER, cache_format="v41_fp4_footer"),
     _case(6, 64, NOPE, F32, padding=4, cache_format="nope"),
     _case(9, 3, NVFP4, F32, padding=1),
+    _case(9, 3, NVFP4_BF16, padding=6),
+    _case(7, 5, V4_NVFP4, F32, padding=2),
     _case(5, 61, PLAIN, padding=8),
     _case(5, 64, PLAIN_V4, F32, cache_dtype=F16),
 )
