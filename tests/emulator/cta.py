@@ -161,6 +161,63 @@ class Shared:
         self.cta.write(self, *self.cta.partition.step(WARPS))
         self.cta.memory.view(NUMPY[self.dtype])[self.elements[indices.data]] = values.data
 
+    def gather(self, indices: Tensor, axis: int) -> Tensor:
+        self.cta.read(self, *self.cta.partition.step(WARPS))
+        return Tensor(self.cta.memory.view(NUMPY[self.dtype])[self._at(indices, True)], self.dtype)
+
+    def atomic_scatter_add(self, values: Tensor, indices: Tensor, axis: int, mask: Tensor) -> None:
+        self._combine(np.add, values, indices, mask)
+
+    def atomic_scatter_or(self, values: Tensor, indices: Tensor, axis: int, mask: Tensor) -> None:
+        self._combine(np.bitwise_or, values, indices, mask)
+
+    def _combine(self, operation: np.ufunc, values: Tensor, indices: Tensor, mask: Tensor) -> None:
+        """Combine elements with values, in any order; nobody asks for what they were."""
+        step = self.cta.partition.step(WARPS)
+        self.cta.read(self, *step)
+        self.cta.write(self, *step)
+        where = self._at(indices, mask.data)[mask.data]
+        operation.at(self.cta.memory.view(NUMPY[self.dtype]), where, values.data[mask.data])
+
+    def _at(self, indices: Tensor, wanted: Any) -> np.ndarray:
+        """The places of elements of a vector; those that are not wanted are any."""
+        if self.elements.ndim > 1:
+            raise NotImplementedError("elements along one of several axes")
+        outside = ((indices.data < 0) | (indices.data >= len(self.elements))) & wanted
+        if outside.any():
+            raise Fault(f"{place()}: element {indices.data[outside][0]} of {len(self.elements)}")
+        return self.elements[np.clip(indices.data, 0, len(self.elements) - 1)]
+
+    @property
+    def address(self) -> int:
+        return int(self.elements.min()) * NUMPY[self.dtype].itemsize
+
+
+class Words:
+    """The shared memory that a piece of PTX is given: 32-bit words of the descriptors among its operands."""
+
+    def __init__(self, given: Sequence[Shared]) -> None:
+        self.given, self.memory = given, given[0].cta.memory.view(np.uint32)
+
+    def _check(self, addresses: np.ndarray) -> np.ndarray:
+        inside = np.zeros(addresses.shape, bool)
+        for each in self.given:
+            inside |= (addresses >= each.address) & (
+                addresses < each.address + each.elements.size * NUMPY[each.dtype].itemsize
+            )
+        if not inside.all() or (addresses % 4).any():
+            raise Fault(f"{place()}: PTX accesses shared memory that it is not given")
+        return addresses // 4
+
+    def put(self, addresses: np.ndarray, words: np.ndarray) -> None:
+        self.memory[self._check(addresses)] = words
+
+    def add(self, addresses: np.ndarray, words: np.ndarray) -> np.ndarray:
+        old = np.empty_like(words)
+        for i, (at, word) in enumerate(zip(self._check(addresses), words, strict=True)):
+            old[i], self.memory[at] = self.memory[at], self.memory[at] + word
+        return old
+
 
 class TensorMemory:
     """A descriptor of tensor memory: a view of its values, and the granules of its columns."""

@@ -23,6 +23,7 @@ from triton.runtime.jit import ConstexprFunction
 
 from emulator import ptx
 from emulator.cta import (
+    WARPS,
     Barrier,
     Barriers,
     Cta,
@@ -31,11 +32,12 @@ from emulator.cta import (
     Product,
     Shared,
     TensorMemory,
+    Words,
     bases,
     combinations,
     place,
 )
-from emulator.tensors import NUMPY, Tensor, tensor, unified
+from emulator.tensors import NUMPY, Tensor, layout_of, tensor, unified
 from xmla.core.lang.gluon import async_copy
 from xmla.core.plan import Launch
 
@@ -60,11 +62,12 @@ def _partition() -> Any:
 
 
 def arange(start: int, end: int, layout: Any) -> Tensor:
-    return Tensor(np.arange(start, end), gl.int32)
+    return Tensor(np.arange(start, end), gl.int32, layout)
 
 
-def full(shape: Sequence[int], value: Any, dtype: Any, layout: Any) -> Tensor:
-    return Tensor(np.full(shape, tensor(value).data.astype(NUMPY[dtype])), dtype, layout)
+def full(shape: Sequence[int], value: Any, dtype: Any, layout: Any = None) -> Tensor:
+    value = np.asarray(value.data if isinstance(value, Tensor) else value)
+    return Tensor(np.full(shape, value.astype(NUMPY[dtype])), dtype, layout)
 
 
 def zeros(shape: Sequence[int], dtype: Any, layout: Any) -> Tensor:
@@ -79,7 +82,7 @@ def where(condition: Any, x: Any, y: Any) -> Tensor:
     if isinstance(x, Tensor) and x.dtype.is_ptr():
         return Tensor(np.where(tensor(condition).data, x.data, y.data), x.dtype)
     x, y = unified(x, y)
-    return Tensor(np.where(tensor(condition).data, x.data, y.data), x.dtype)
+    return Tensor(np.where(tensor(condition).data, x.data, y.data), x.dtype, layout_of(x, y))
 
 
 def _extreme(integers: Any, floats: Any) -> Callable[[Any, Any], Tensor]:
@@ -168,7 +171,7 @@ def load(pointer: Tensor, mask: Any = None, other: Any = None) -> Tensor:
     if wanted.any():
         array, index = _running.memory.at(np.broadcast_to(pointer.data, shape)[wanted], numpy)
         result[wanted] = array[index]
-    return Tensor(result, dtype)
+    return Tensor(result, dtype, pointer.layout)
 
 
 def store(pointer: Tensor, value: Any, mask: Any = None) -> None:
@@ -263,6 +266,35 @@ def inline_asm_elementwise(
     return values if isinstance(dtype, tuple) else values[0]
 
 
+def inline_asm(
+    asm: Any, constraints: Sequence[str], args: Sequence[Any], results: Sequence[Any], is_pure: bool
+) -> None:
+    """PTX of whole threads, whose operands are all registers that a thread has of a tensor; without results."""
+    if results:
+        raise NotImplementedError("results of PTX of whole threads")
+    threads = np.zeros(32 * _partition().warps, np.int64)
+    groups: list[list[np.ndarray]] = []
+    for arg in args:
+        if isinstance(arg, Shared):
+            groups.append([threads.astype(np.uint32) + np.uint32(arg.address)])
+            continue
+        bits = tensor(arg).data
+        bits = bits.view(f"u{bits.itemsize}")
+        if bits.ndim:
+            linear = bases(tensor(arg).layout, bits.shape)
+            vectors = [*linear.reg_bases, *linear.lane_bases, *linear.warp_bases]
+            groups.append(list(bits.reshape(-1)[combinations(vectors, bits.shape)].reshape(threads.size, -1).T))
+        else:
+            groups.append([np.broadcast_to(bits, threads.shape)])
+    names = iter(range(sum(map(len, groups))))
+    shared = [arg for arg in args if isinstance(arg, Shared)]
+    step = _partition().step(WARPS)
+    for each in shared:
+        _running.cta.write(each, *step)
+    text = asm((), tuple(tuple(f"${next(names)}" for _ in group) for group in groups))
+    ptx.run(text, 0, [bits for group in groups for bits in group], _running.memory.add, Words(shared))
+
+
 # Control.
 
 
@@ -293,9 +325,9 @@ def nothing(*_: Any) -> None:
 
 
 _FUNCTIONS = (
-    allocate_shared_memory, arange, associative_scan, broadcast, cdiv, expand_dims, fma, full, inline_asm_elementwise,
-    join, load, num_programs, program_id, reduce, reshape, split, static_assert, store, warp_specialize, where, zeros,
-    zeros_like,
+    allocate_shared_memory, arange, associative_scan, broadcast, cdiv, expand_dims, fma, full, inline_asm,
+    inline_asm_elementwise, join, load, num_programs, program_id, reduce, reshape, split, static_assert, store,
+    warp_specialize, where, zeros, zeros_like,
 )  # fmt: skip
 _SAME = {name: it for name, it in vars(gl).items() if name.endswith("Layout") or isinstance(it, gl.dtype)}
 _GREATER, _LESS = (np.maximum, np.fmax), (np.minimum, np.fmin)

@@ -6,7 +6,7 @@ taken it have no more effects. Where lanes count, arrays are of all threads in o
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -62,6 +62,23 @@ def _of_other_lanes(x: np.ndarray, mask: np.ndarray, clamp: np.ndarray, members:
     return np.take_along_axis(x.reshape(-1, WARP), (_lanes(x) ^ mask).reshape(-1, WARP).astype(np.int64), 1).reshape(-1)
 
 
+def _of_lane(x: np.ndarray, lane: np.ndarray, clamp: np.ndarray, members: np.ndarray) -> np.ndarray:
+    if (clamp != WARP - 1).any() or (members != 2**WARP - 1).any():
+        raise NotImplementedError("shuffles of a part of a warp")
+    return np.take_along_axis(x.reshape(-1, WARP), lane.reshape(-1, WARP).astype(np.int64), 1).reshape(-1)
+
+
+def _of_lane_before(
+    x: np.ndarray, distance: np.ndarray, clamp: np.ndarray, members: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The register of the lane `distance` before, and whether there is one; the lane's own if not."""
+    if clamp.any() or (members != 2**WARP - 1).any():
+        raise NotImplementedError("shuffles of a part of a warp")
+    there = _lanes(x) >= distance
+    lane = np.where(there, _lanes(x) - distance, _lanes(x)).reshape(-1, WARP).astype(np.int64)
+    return np.take_along_axis(x.reshape(-1, WARP), lane, 1).reshape(-1), there
+
+
 def _lanes(x: np.ndarray) -> np.ndarray:
     return (np.arange(x.size) % WARP).astype(U32)
 
@@ -113,6 +130,11 @@ INSTRUCTIONS: dict[str, tuple[tuple[Any, ...], Callable[..., Any]]] = {
     "shr.u32": ((U32, U32), lambda a, b: np.where(b < 32, a >> (b & 31), np.uint32(0))),
     "bfe.u32": ((U32, U32, U32), lambda a, first, count: (a >> first) & ((np.uint32(1) << count) - 1)),
     "add.s32": ((I32, I32), np.add),
+    "add.u32": ((U32, U32), np.add),
+    "sub.u32": ((U32, U32), np.subtract),
+    "mad.lo.u32": ((U32, U32, U32), _mad),
+    "popc.b32": ((U32,), lambda a: np.bitwise_count(a).astype(U32)),
+    "clz.b32": ((U32,), lambda a: (WARP - np.frexp(a.astype(np.float64))[1]).astype(U32)),
     "neg.s32": ((I32,), np.negative),
     "mad.wide.s32": ((I32, I32, I64), _mad),
     "mad.wide.u32": ((U32, U32, U64), _mad),
@@ -120,6 +142,10 @@ INSTRUCTIONS: dict[str, tuple[tuple[Any, ...], Callable[..., Any]]] = {
     "setp.ne.b32": ((U32, U32), np.not_equal),
     "setp.ne.b64": ((U64, U64), np.not_equal),
     "setp.lt.u32": ((U32, U32), np.less),
+    "setp.gt.u32": ((U32, U32), np.greater),
+    "setp.eq.u32": ((U32, U32), np.equal),
+    "setp.ge.f32": ((F32, F32), np.greater_equal),
+    "setp.ne.u32": ((U32, U32), np.not_equal),
     "setp.eq.f32": ((F32, F32), np.equal),
     "setp.num.f32": ((F32, F32), lambda a, b: ~np.isnan(a) & ~np.isnan(b)),
     "setp.ge.or.f32": ((F32, F32, BOOL), lambda a, b, c: (a >= b) | c),
@@ -128,6 +154,8 @@ INSTRUCTIONS: dict[str, tuple[tuple[Any, ...], Callable[..., Any]]] = {
     "selp.f32": ((U32, U32, BOOL), _chosen),
     "selp.b64": ((U64, U64, BOOL), _chosen),
     "shfl.sync.bfly.b32": ((U32, U32, U32, U32), _of_other_lanes),
+    "shfl.sync.idx.b32": ((U32, U32, U32, U32), _of_lane),
+    "shfl.sync.up.b32": ((U32, U32, U32, U32), _of_lane_before),
     "createpolicy.fractional.L2::evict_last.b64": ((), lambda: np.zeros(1, U64)),
 }
 STATEMENT = re.compile(r"(?:@(!?)(\w+)\s+)?([\w.:]+)\s*(.*)", re.DOTALL)
@@ -156,8 +184,15 @@ class _Thread:
         unsigned = np.dtype(f"u{dtype.itemsize}")
         return np.full(self.shape, int(text, 0) % 2 ** (8 * dtype.itemsize), unsigned).view(dtype)
 
-    def write(self, text: str, value: np.ndarray) -> None:
+    def write(self, text: str, value: Any, affected: np.ndarray | None = None) -> None:
+        """Write a register, or two of them as `a|b`; those of `affected` threads alone, if that is given."""
+        if "|" in text:
+            for name, part in zip(text.split("|"), value, strict=True):
+                self.write(name, part, affected)
+            return
         value = np.broadcast_to(value, self.shape)
+        if affected is not None:
+            value = np.where(affected, value, self.read(text, value.dtype))
         if text.startswith("{"):
             names = [name.strip() for name in text[1:-1].split(",")]
             halves = _parts(value, np.dtype(f"u{value.dtype.itemsize // 2}"))
@@ -165,15 +200,23 @@ class _Thread:
         else:
             self.registers[text] = value if value.dtype.kind == "b" else value.view(f"u{value.dtype.itemsize}")
 
-    def address(self, text: str) -> np.ndarray:
+    def address(self, text: str, dtype: np.dtype = I64) -> np.ndarray:
         name, _, offset = text[1:-1].partition("+")
-        return self.read(name.strip(), I64) + int(offset or 0)
+        return self.read(name.strip(), dtype) + dtype.type(int(offset or 0))
+
+
+class SharedMemory(Protocol):
+    """Shared memory as instructions access it: words of 32 bits at addresses in bytes, a thread after the other."""
+
+    def put(self, addresses: np.ndarray, words: np.ndarray) -> None: ...
+    def add(self, addresses: np.ndarray, words: np.ndarray) -> np.ndarray: ...
 
 
 def run(
-    asm: str, outputs: int, operands: Sequence[np.ndarray], add: Callable[[np.ndarray, np.ndarray], None]
-) -> list[np.ndarray]:
-    """The output registers of `asm`; `operands` are the bits of the inputs. `add` adds values at addresses."""
+    asm: str, outputs: int, operands: Sequence[np.ndarray], add: Callable[[np.ndarray, np.ndarray], None],
+    shared: SharedMemory | None = None,
+) -> list[np.ndarray]:  # fmt: skip
+    """The output registers of `asm`; `operands` are the bits of the inputs. `add` adds values at global addresses."""
     threads = _Thread({f"${outputs + i}": value for i, value in enumerate(operands)})
     active = np.ones(threads.shape, bool)
     body = asm.strip()
@@ -197,10 +240,18 @@ def run(
                 raise ValueError(f"{statement}: addresses between multiples of 16 bytes")
             for i, name in enumerate(names):
                 add(addresses + 4 * i, threads.read(name.strip(), F32)[affected])
+        elif opcode == "st.shared.v2.b32":
+            addresses, names = threads.address(arguments[0], U32)[affected], arguments[1][1:-1].split(",")
+            for i, name in enumerate(names):
+                shared.put(addresses + np.uint32(4 * i), threads.read(name.strip(), U32)[affected])
+        elif opcode == "atom.shared.add.u32":
+            old = np.zeros(threads.shape, U32)
+            old[affected] = shared.add(
+                threads.address(arguments[1], U32)[affected], threads.read(arguments[2], U32)[affected]
+            )
+            threads.write(arguments[0], old, affected)
         elif opcode != "prefetch.global.L2":
-            if guard:
-                raise NotImplementedError(statement)
             dtypes, compute = INSTRUCTIONS[opcode]
             sources = [threads.read(text, dtype) for text, dtype in zip(arguments[1:], dtypes, strict=True)]
-            threads.write(arguments[0], compute(*sources))
+            threads.write(arguments[0], compute(*sources), affected if guard else None)
     return [threads.registers[f"${i}"] for i in range(outputs)]

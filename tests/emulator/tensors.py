@@ -1,7 +1,8 @@
 """Tensors of a Gluon kernel as NumPy arrays, with the dtypes, promotions and 32-bit arithmetic of Triton.
 
 A tensor is its values by index. Layouts say which thread holds a value, not which value it is, so they are not
-followed, with one exception: `inline_asm_elementwise` that takes several elements of a thread at once.
+followed, but by PTX that takes several elements of a thread at once: from `arange` and `full` through arithmetic,
+`where` and loads.
 """
 
 import operator
@@ -45,7 +46,7 @@ class _Layout:
 
 
 class Tensor:
-    """Values of a dtype; of a pointer type they are addresses. `layout` is that of an accumulator."""
+    """Values of a dtype; of a pointer type they are addresses. `layout`: of accumulators, and of what PTX takes."""
 
     __slots__ = ("data", "dtype", "layout")
     type = _Layout()
@@ -70,13 +71,13 @@ class Tensor:
 
     def to(self, dtype: Any, bitcast: bool = False) -> "Tensor":
         if bitcast:
-            return Tensor(self.data.view(numpy_of(dtype)), dtype)
+            return Tensor(self.data.view(numpy_of(dtype)), dtype, self.layout)
         data = self.data
         if self.dtype.is_floating() and not dtype.is_floating():
             data = np.trunc(data.astype(np.float32))
         elif self.dtype.is_floating() and self.dtype.primitive_bitwidth < 32:
             data = data.astype(np.float32)
-        return Tensor(data.astype(NUMPY[dtype]), dtype)
+        return Tensor(data.astype(NUMPY[dtype]), dtype, self.layout)
 
     def permute(self, order: Sequence[int]) -> "Tensor":
         return Tensor(self.data.transpose(order), self.dtype)
@@ -123,17 +124,22 @@ def divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (a - np.fmod(a, b)) // b
 
 
+def layout_of(a: Any, b: Any) -> Any:
+    """The layout of what is computed of two operands: that of either which is known."""
+    return next((x.layout for x in (a, b) if isinstance(x, Tensor) and x.layout is not None), None)
+
+
 def _operators(function: Callable[..., Any], result: Any = None) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     def forward(a: Tensor, b: Any) -> Tensor:
         if a.dtype.is_ptr():
             step = a.dtype.element_ty.primitive_bitwidth // 8
-            return Tensor(function(a.data, tensor(b).data.astype(np.int64) * step), a.dtype)
+            return Tensor(function(a.data, tensor(b).data.astype(np.int64) * step), a.dtype, layout_of(a, b))
         x, y = unified(a, b)
-        return Tensor(function(x.data, y.data), result or x.dtype)
+        return Tensor(function(x.data, y.data), result or x.dtype, layout_of(a, b))
 
     def reflected(a: Tensor, b: Any) -> Tensor:
         y, x = unified(a, b)
-        return Tensor(function(x.data, y.data), result or x.dtype)
+        return Tensor(function(x.data, y.data), result or x.dtype, layout_of(b, a))
 
     return forward, reflected
 
