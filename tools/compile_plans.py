@@ -93,7 +93,9 @@ def of_serving(tokens: int, heads: int, k: int) -> Iterator[tuple[str, str, Spec
     indexer = Spec((65536, 64, 132), "uint8")
     paged = {"q8": q8, "weights": weights, "cache": indexer, "block_table": table, "lengths": lengths}
     yield "indexer_logits_paged", name, paged, {}
-    yield "select_topk", name, {"logits": Spec((tokens, 65536), "float32"), "ends": lengths}, {"k": k}
+    for columns in (65536, 131072):
+        logits = Spec((tokens, columns), "float32")
+        yield "select_topk", f"{name}-n{columns}", {"logits": logits, "ends": lengths}, {"k": k}
     for kind, cache in (("fp8", Spec((65536, 64, 656), "uint8")), ("plain", Spec((65536, 1, 576), "bfloat16"))):
         specs = {"q": q, "cache": cache, "slots": slots, "lengths": lengths, "sink": sink}
         yield "sparse_mla", f"{name}-{kind}", specs, {"softmax_scale": 0.1}

@@ -1,4 +1,4 @@
-"""Tells which layouts and tiles the Gluon kernels of attention, its derivative and sm_100's logits refuse; JSON lines.
+"""Tells what the Gluon kernels of attention, its derivative, sm_100's logits and selection refuse; JSON lines.
 
 A script of its own: kernels compile only where TRITON_INTERPRET was not set when Triton was imported.
     python -m tools.wrong_constants
@@ -86,6 +86,14 @@ def paged_logits() -> Specialization:
     return specialize(call.plan.launches[0], call.plan, specs)
 
 
+def many_rows() -> Specialization:
+    """The kernel that selects in many rows as it is planned for the longest."""
+    specs = {"logits": Spec((2048, 131072), "float32"), "ends": Spec((2048,), "int32")}
+    call = planned("select_topk", "", specs, {"k": 2048}, DEVICES[ARCH], "gluon_sm90")
+    assert call.plan is not None, call.reason
+    return specialize(call.plan.launches[0], call.plan, specs)
+
+
 def differentiated(layout: MlaLayout, deterministic: bool) -> Specialization:
     """The kernel of the derivative as it is planned."""
     rows = Spec((64, 64, 512), "bfloat16")
@@ -152,6 +160,7 @@ def main() -> None:
         ("32 heads", launched(64, V32), "BLOCK_H", 32),
         ("another second layout", two, "EXTRA.LAYOUT", V32),
         ("few heads of two sources", two, "BLOCK_H", 16),
+        ("a selection of 262144 columns", many_rows(), "WORDS", 1 << 13),
         ("a map of marks of 8 KB", launched(64, V32, pages=8), "MAP", 1 << 13),
     ]
     for other, launch, name, value in others:

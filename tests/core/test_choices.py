@@ -1,5 +1,6 @@
 """Plans say which implementation they take and why, and an architecture that is added finds its place."""
 
+import re
 from dataclasses import replace
 
 import kit
@@ -8,10 +9,12 @@ import pytest
 
 from tools import tiles
 from xmla.core.errors import UnsupportedError
+from xmla.core.models.v32 import ModelConfig
 from xmla.core.op import Op, plan_call
 from xmla.core.ops.indexer import indexer_logits
 from xmla.core.ops.layer.dsa_attention.kernels import select_slots_kernel, whole_slots_kernel
 from xmla.core.ops.layer.dsa_attention.plan import FUSIONS
+from xmla.core.ops.selection.select_topk.sample import Sample
 from xmla.core.plan import Choice, Condition, Implementation, Launch, Plan, fuse
 from xmla.core.registry import registry
 from xmla.core.values import B200, H200, INTERPRETER, Attributes, Device, Spec
@@ -49,6 +52,56 @@ def test_a_refusal_is_of_the_callers_own_entries() -> None:
     specs = tuple(Spec.of_numpy(given[name]) if name in given else None for name in op.tensors)
     with pytest.raises(UnsupportedError, match=r"'gluon' on Triton interpreter, supported: compute capability 9\.0"):
         plan_call(op, specs, op.attributes(**case.attrs), INTERPRETER, "gluon")
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "k", "device", "reason"),
+    [
+        (133, 65536, 2048, H200, ""),
+        (1057, 131072, 2048, H200, ""),
+        (132, 65536, 2048, H200, "with 132 rows of 65536 columns on 132 SMs, supported: more rows than SMs, "),
+        (
+            1056,
+            65537,
+            2048,
+            H200,
+            "with 1056 rows of 65537 columns on 132 SMs, supported: more rows than SMs, 8 times ",
+        ),
+        (8192, 131073, 2048, H200, "with 131073 columns, supported: at most 131072 columns"),
+        (8192, 262144, 2048, H200, "with 262144 columns, supported: at most 131072 columns"),
+        (8192, 65536, 2049, H200, "with k of 2049, supported: a k of at most 2048"),
+        (8192, 65536, 2048, B200, "on NVIDIA B200, supported: compute capability 9.0"),
+    ],
+)
+def test_many_rows_are_selected_by_hoppers_own_kernel(
+    rows: int, columns: int, k: int, device: Device, reason: str
+) -> None:
+    """Where it does not serve a call the portable kernels do, and it says why."""
+    op = registry()["select_topk"]
+    specs, attrs = (Spec((rows, columns), "float32"), Spec((rows,), "int32"), None), op.attributes(k=k)
+    plan, _ = plan_call(op, specs, attrs, device)
+    if not reason:
+        assert [launch.name for launch in plan.launches] == ["topk_rows_sm90_kernel"]
+        assert plan.launches[0].constants["CAPACITY"] <= 4096 and not plan.workspace_bytes
+        return
+    assert [launch.name for launch in plan.launches] == ["topk_candidates_kernel", "topk_select_kernel"]
+    with pytest.raises(UnsupportedError, match=f"implementation value is 'gluon_sm90' {re.escape(reason)}"):
+        plan_call(op, specs, attrs, device, "gluon_sm90")
+
+
+def test_a_step_of_many_requests_selects_by_it() -> None:
+    """Its rows are mapped to slots by a launch of their own; those of few by the one that selects."""
+    attention = [c for c in ModelConfig().decode(256, 1, 32768) if c.op in ("dsa_attention", "dsa_step")]
+    assert len(attention) == 2
+    for call in attention:
+        names = [launch.name for launch in call.plan(H200).launches]
+        assert names[1:4] == ["indexer_logits_paged_sm90_kernel", "topk_rows_sm90_kernel", "map_slots_kernel"]
+
+
+@pytest.mark.parametrize("k", [1, 64, 2048])
+@pytest.mark.parametrize("columns", [1, 32768, 131072])
+def test_candidates_of_a_row_fit_hoppers_kernel_of_many_rows(columns: int, k: int) -> None:
+    assert Sample.of(columns, k).capacity <= 4096
 
 
 @pytest.mark.parametrize("op", [op for op in registry().values() if len(op.choices) > 1], ids=lambda op: op.name)

@@ -17,6 +17,7 @@ from xmla.core.values import Device
 
 TENSOR_MEMORY_COLUMNS = 512
 GLUON = ("_sm90_kernel", "_sm100_kernel", "_sm120_kernel")  # how the kernels for one architecture are called
+WITHOUT_PRODUCTS = {"topk_rows_sm90_kernel"}
 # Bytes with Triton 3.9; the registers of many rows of select_topk, measured on sm_90.
 SPILLED = {(89, "topk_candidates_kernel"): 8, (89, "sparse_mla_dcache_any_order_kernel"): 8}
 SPILLED |= {(arch, "sparse_mla_sm100_kernel"): 32 for arch in (100, 103)}
@@ -146,7 +147,10 @@ def check_products(arch: int, kernels: list[support_matrix.Line], left_out: set[
         used = {(kernel["op"], kernel["block_h"]) for kernel in gluon}
         assert used >= everywhere.get(SAME_GENERATOR.get(arch, arch), set())
     for kernel in gluon:
-        assert ("mma.sync" if kernel["block_h"] in (16, 32) else NATIVE[arch]) in kernel["mma"], kernel
+        assert (
+            kernel["kernel"] in WITHOUT_PRODUCTS
+            or ("mma.sync" if kernel["block_h"] in (16, 32) else NATIVE[arch]) in kernel["mma"]
+        ), kernel
         # A few words before and after the loops; inside them a spill costs more than all else, and takes more.
         assert kernel["spilled_bytes"] <= SPILLED_ON_HOPPER.get(kernel["kernel"], (64, 72))[0], kernel
 

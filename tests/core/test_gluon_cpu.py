@@ -23,6 +23,7 @@ from xmla.core.ops.blocks.indexer_blocks.cases import with_granularity as blocks
 from xmla.core.ops.indexer.indexer_logits.cases import make_case as logits_case
 from xmla.core.ops.indexer.indexer_logits_paged.cases import make_case as paged_case
 from xmla.core.ops.indexer.indexer_topk.cases import make_case as topk_case
+from xmla.core.ops.selection.select_topk.cases import make_case as selection_case
 from xmla.core.plan import Plan
 from xmla.core.registry import registry
 from xmla.core.values import B200, H200, RTX_PRO_6000, Device, Spec
@@ -31,15 +32,16 @@ pytestmark = pytest.mark.skipif(HAS_GPU, reason="kernels are compiled, not inter
 
 # With one multiprocessor a program has many tiles, so that stages are used again, and keys are not split.
 HOPPER, SM100, SM120 = (replace(device, name=f"{device.arch}", num_sms=1) for device in (H200, B200, RTX_PRO_6000))
-ASKED = {SM100.arch: "gluon_sm100"}
+NAMES = ("gluon", "gluon_sm90", "gluon_sm100")  # of implementations by Gluon kernels
 MOST_PROGRAMS = 20
 ATTENTION = registry()["sparse_mla"]
 
 
 def plan_of(op: Op, case: Case, device: Device) -> Plan | None:
     """The plan by Gluon kernels, if they serve the case."""
+    asked = f"gluon_sm{device.arch}"
     try:
-        return kit.plan_of(op, case, device, ASKED.get(device.arch, "gluon"))
+        return kit.plan_of(op, case, device, asked if asked in {each.asked for each in op.implementations} else "gluon")
     except (ArgumentError, UnsupportedError):
         return None
 
@@ -50,7 +52,7 @@ def programs(plan: Plan) -> int:
 
 def served() -> Iterator[tuple[Op, Case, Device]]:
     for op in registry().values():
-        if any(each.asked == "gluon" for each in op.implementations):
+        if any(each.asked in NAMES for each in op.implementations):
             for device in (HOPPER, SM100, SM120):
                 for case in op.cases:
                     plan = plan_of(op, case, device)
@@ -118,12 +120,39 @@ def with_a_missing_page(case: Case) -> Case:
     return replace(case, name=f"{case.name}-missing", make=make)
 
 
+def within_wider_rows(case: Case, first: int, width: int) -> Case:
+    """The case with its rows as columns, from the `first` on, of rows of `width` more columns."""
+
+    def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
+        inputs = case.make(rng)
+        rows, columns = inputs["logits"].shape
+        wide = np.full((rows, columns + width), np.nan, inputs["logits"].dtype)
+        wide[:, first : first + columns] = inputs["logits"]
+        return inputs | {"logits": wide[:, first : first + columns]}
+
+    return replace(case, name=f"{case.name}-within-{first}-{width}", make=make)
+
+
+SELECTION = registry()["select_topk"]
+MANY_ROWS = SELECTION, within_wider_rows(selection_case(3, 9001, 2048, with_starts=True), 0, 2), HOPPER
+MISLED, FULL_LIST = (
+    (SELECTION, selection_case(2, 9001, k, values), HOPPER) for k, values in ((512, "misleading"), (700, "boundary"))
+)
+TIED = SELECTION, within_wider_rows(selection_case(3, 9001, 512, "ties", with_starts=True), 1, 4), HOPPER
+FEW_NUMBERS = SELECTION, selection_case(2, 9001, 700, "NaN"), HOPPER
 LOGITS_OF_SM100 = PAGED_LOGITS[0], with_a_missing_page(paged_case((9, 2600, 300, 0, 1, 130), 64, next_n=2)), SM100
 
 # Stages that are used three times over packed entries, and keys in splits, whose results are float16 on Hopper.
 MORE = [
     (ATTENTION, make_case(2, 17, 330, 64, V32, with_lengths=True, with_sink=True), HOPPER),
     AT_PLACES,
+    MANY_ROWS,
+    FULL_LIST,
+    FEW_NUMBERS,
+    (SELECTION, selection_case(2, 9001, 700, "constant"), HOPPER),
+    TIED,
+    (SELECTION, within_wider_rows(selection_case(2, 8192, 1), 0, 3), HOPPER),
+    (SELECTION, selection_case(9, 70001, 300), HOPPER),
     *((MAXIMA[0], case, HOPPER) for case in MAXIMA[0].cases[:3]),
     NO_NEWEST,
     (MAXIMA[0], blocks_case("large", 128, 2, topk_case("", 5, 16, 1300, 4)), HOPPER),
@@ -244,12 +273,7 @@ def test_entries_that_slots_name_become_rows(with_lengths: bool, monkeypatch: py
 def test_every_implementation_has_a_case() -> None:
     plans = [plan for op, case, device in CASES if (plan := plan_of(op, case, device)) is not None]
     run = {(choice.op, choice.implementation) for plan in plans for choice in plan.choices}
-    gluon = {
-        (op.name, each.name)
-        for op in registry().values()
-        for each in op.implementations
-        if each.asked in ("gluon", *ASKED.values())
-    }
+    gluon = {(op.name, each.name) for op in registry().values() for each in op.implementations if each.asked in NAMES}
     assert gluon and gluon <= run
 
 
@@ -276,6 +300,7 @@ SM100_KERNEL = "xmla.core.ops.attention.sparse_mla.gluon_sm100.kernel"
 SM100_PRODUCERS = "xmla.core.ops.attention.sparse_mla.gluon_sm100.producers"
 SM120_KERNEL = "xmla.core.ops.attention.sparse_mla.gluon_sm120.kernel"
 SM100_LOGITS = "xmla.core.ops.indexer.indexer_logits_paged.gluon_sm100.kernel"
+ROWS_KERNEL = "xmla.core.ops.selection.select_topk.gluon_sm90.kernel"
 PLACES = "xmla.core.ops.blocks.indexer_block_topk.gluon_sm90.kernel"
 BLOCKS = "xmla.core.ops.blocks.indexer_blocks.gluon_sm90.kernel"
 RAGGED, PAGED = (
@@ -485,6 +510,28 @@ PLANTED = [
     Planted(LOGITS, RAGGED, "    fence_async_shared()\n", ""),
     Planted(ANY_ORDER, ANY_ORDER_KERNEL, "    fence_async_shared()\n    gl.barrier()", "    gl.barrier()"),
     # Wrong values.
+    Planted(FULL_LIST, ROWS_KERNEL, "(count >= k) & (count <= CAPACITY)", "count >= k"),
+    Planted(MISLED, ROWS_KERNEL, "(count >= k) & (count <= CAPACITY)", "count <= CAPACITY"),
+    Planted(MISLED, ROWS_KERNEL, "            if count < k:  # NaN", "            if count < 0:  # NaN"),
+    Planted(FEW_NUMBERS, ROWS_KERNEL, "gl.full([], 1, gl.uint32), gl.full", "gl.full([], 2, gl.uint32), gl.full"),
+    Planted(FULL_LIST, ROWS_KERNEL,
+            "        f\"setp.gt.u32 leave, total, {most};\",\n        \"@leave bra done;\",\n", ""),
+    Planted(FULL_LIST, ROWS_KERNEL, "    if more > 0:  # of entries", "    if more < 0:  # of entries"),
+    Planted(FULL_LIST, ROWS_KERNEL, "gl.where(bits <= left, word, word & ((one << place) - 1))", "word"),
+    Planted(FULL_LIST, ROWS_KERNEL, "count - (gl.associative_scan(bits, 0, add) - bits)", "count + 0 * bits"),
+    Planted(FULL_LIST, ROWS_KERNEL, "for i in gl.static_range(5):", "for i in gl.static_range(3):"),
+    Planted(TIED, ROWS_KERNEL, "gl.where(more > 0, kth + 1, kth)", "kth"),
+    Planted(TIED, ROWS_KERNEL, "gl.where(bits <= left, word, word &", "(word &"),
+    Planted(MANY_ROWS, ROWS_KERNEL, "place, place, 0, 31, 0xffffffff", "place, place, 1, 31, 0xffffffff"),
+    Planted(MANY_ROWS, ROWS_KERNEL, "sub.u32 own, upto, own;", "mov.u32 own, upto;"),
+    Planted(MANY_ROWS, ROWS_KERNEL, "head = 3 - ((offset + 3) & 3).to(gl.int32)", "head = 0"),
+    Planted(MANY_ROWS, ROWS_KERNEL, "gl.where(column >= length, column - length, column)", "column"),
+    Planted(MANY_ROWS, ROWS_KERNEL, "mask=place < left, other=float(\"nan\")",
+            "mask=place < left, other=float(\"inf\")"),
+    Planted(MANY_ROWS, ROWS_KERNEL, "bits_of(word & (bit_of(column) - 1))", "bits_of(word)"),
+    Planted(MANY_ROWS, ROWS_KERNEL, "gl.associative_scan(counts, 0, add) - counts",
+            "gl.associative_scan(counts, 0, add)"),
+    Planted(MANY_ROWS, ROWS_KERNEL, "    clear(words)\n", ""),
     Planted(NO_NEWEST, BLOCKS, "scores = gl.where(inside, scores, float(\"nan\"))", "pass"),
     Planted(MAXIMA, BLOCKS, "gl.where(now, count, 0)", "count"),
     Planted(MAXIMA, BLOCKS, "& (place > shift)", "& (place > shift + 1)"),

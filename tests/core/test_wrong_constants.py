@@ -1,4 +1,4 @@
-"""The Gluon kernels of attention, marks and the derivative, and sm_100's of logits, refuse what they do not serve."""
+"""Gluon kernels of attention, marks, the derivative, sm_100's logits and selection refuse what they do not serve."""
 
 import ast
 from pathlib import Path
@@ -11,6 +11,7 @@ from xmla.core.ops.attention.sparse_mla.gluon_sm90 import kernel
 from xmla.core.ops.attention.sparse_mla.gluon_sm100 import kernel as sm10x
 from xmla.core.ops.attention.sparse_mla.gluon_sm120 import kernel as sm12x
 from xmla.core.ops.indexer.indexer_logits_paged.gluon_sm100 import kernel as logits
+from xmla.core.ops.selection.select_topk.gluon_sm90 import kernel as selection
 
 PLAIN = {"plain", "plain_v4"}
 SERVED = {
@@ -20,7 +21,7 @@ SERVED = {
     "in any order": PLAIN,
 }  # layouts
 SERVED |= {"SM12x": {"v32", "v4", "v41", "v41_footer", "nope"} | PLAIN, "sm_100": {"v32", "v4"} | PLAIN}
-FOLDERS = [Path(module.__file__).parent for module in (kernel, sm10x, sm12x, derivative, logits, marks)]
+FOLDERS = [Path(module.__file__).parent for module in (kernel, sm10x, sm12x, derivative, logits, marks, selection)]
 
 
 def messages() -> set[str]:

@@ -110,6 +110,9 @@ def calls(
         lambda: (xt.indexer_block_topk(*called, blocks, k=64, granularity=8, implementation=implementation),),
     )
 
+    scores = normal(tokens, len(every)).float()
+    yield "selection of many rows", lambda: (xt.select_topk(scores, lengths, k=512),)
+
     # Whose first launch writes a key and an entry for each of a few tokens, in place of others.
     some = slice(8)
     latent, rope, key = normal(8, 512), normal(8, 64), normal(8, 128)

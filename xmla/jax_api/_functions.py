@@ -370,7 +370,7 @@ def dsa_attention(
     indexer_cache_format: str | None = None,
     workspace_bytes: int = 536870912,
     batch_invariant: bool = False,
-    implementation: Literal["triton", "gluon", "gluon_sm100", "reference"] | None = None,
+    implementation: Literal["triton", "gluon", "gluon_sm100", "gluon_sm90", "reference"] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """DeepSeek sparse attention of one layer over its paged caches: indexer, top-k, slots, attention.
 
@@ -462,7 +462,7 @@ def dsa_step(
     scale_floor: str = "scale",
     workspace_bytes: int = 536870912,
     batch_invariant: bool = False,
-    implementation: Literal["triton", "gluon", "gluon_sm100", "reference"] | None = None,
+    implementation: Literal["triton", "gluon", "gluon_sm100", "gluon_sm90", "reference"] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]: ...
 @overload
 def dsa_step(
@@ -488,7 +488,7 @@ def dsa_step(
     scale_floor: str = "scale",
     workspace_bytes: int = 536870912,
     batch_invariant: bool = False,
-    implementation: Literal["triton", "gluon", "gluon_sm100", "reference"] | None = None,
+    implementation: Literal["triton", "gluon", "gluon_sm100", "gluon_sm90", "reference"] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]: ...
 @overload
 def dsa_step(
@@ -514,7 +514,7 @@ def dsa_step(
     scale_floor: str = "scale",
     workspace_bytes: int = 536870912,
     batch_invariant: bool = False,
-    implementation: Literal["triton", "gluon", "gluon_sm100", "reference"] | None = None,
+    implementation: Literal["triton", "gluon", "gluon_sm100", "gluon_sm90", "reference"] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]: ...
 @overload
 def dsa_step(
@@ -540,7 +540,7 @@ def dsa_step(
     scale_floor: str = "scale",
     workspace_bytes: int = 536870912,
     batch_invariant: bool = False,
-    implementation: Literal["triton", "gluon", "gluon_sm100", "reference"] | None = None,
+    implementation: Literal["triton", "gluon", "gluon_sm100", "gluon_sm90", "reference"] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]: ...
 def dsa_step(
     latent: jax.Array | np.ndarray,
@@ -565,7 +565,7 @@ def dsa_step(
     scale_floor: str = "scale",
     workspace_bytes: int = 536870912,
     batch_invariant: bool = False,
-    implementation: Literal["triton", "gluon", "gluon_sm100", "reference"] | None = None,
+    implementation: Literal["triton", "gluon", "gluon_sm100", "gluon_sm90", "reference"] | None = None,
 ) -> (
     tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
     | tuple[jax.Array, jax.Array, jax.Array, jax.Array]
@@ -1303,7 +1303,7 @@ def indexer_topk(
     *,
     k: int,
     workspace_bytes: int = 536870912,
-    implementation: Literal["gluon", "triton", "reference"] | None = None,
+    implementation: Literal["gluon", "triton", "gluon_sm90", "reference"] | None = None,
 ) -> jax.Array:
     """The k keys of each token with the largest indexer logits, in bounded memory (prefill).
 
@@ -1337,7 +1337,7 @@ def indexer_topk(
         [[0]]
 
     Implementations, best first:
-        those of indexer_logits.
+        those of indexer_logits, select_topk.
     """
     return _indexer_topk([q8, weights, keys, key_scales, starts, ends], (k, workspace_bytes), implementation)
 
@@ -1353,7 +1353,7 @@ def indexer_topk_paged(
     k: int,
     workspace_bytes: int = 536870912,
     cache_format: str | None = None,
-    implementation: Literal["gluon", "gluon_sm100", "triton", "reference"] | None = None,
+    implementation: Literal["gluon", "gluon_sm100", "triton", "gluon_sm90", "reference"] | None = None,
 ) -> jax.Array:
     """The k keys of each token with the largest logits over the paged indexer cache, in bounded memory (decode).
 
@@ -1388,7 +1388,7 @@ def indexer_topk_paged(
         [[0, 1]]
 
     Implementations, best first:
-        those of indexer_logits_paged.
+        those of indexer_logits_paged, select_topk.
     """
     return _indexer_topk_paged(
         [q8, weights, cache, block_table, lengths, request_ids], (k, workspace_bytes, cache_format), implementation
@@ -1903,7 +1903,7 @@ def select_topk(
     starts: jax.Array | np.ndarray | None = None,
     *,
     k: int,
-    implementation: Literal["triton", "reference"] | None = None,
+    implementation: Literal["triton", "gluon_sm90", "reference"] | None = None,
 ) -> jax.Array:
     """The k largest logits of each row's range, exactly and deterministically.
 
@@ -1934,6 +1934,8 @@ def select_topk(
 
     Implementations, best first:
         triton: rows of at most k columns.
+        gluon_sm90: compute capability 9.0; Triton 3.9 or newer; at most 131072 columns; a k of at most 2048; more rows
+            than SMs, 8 times as many over 65536 columns.
         triton: every call.
     """
     return _select_topk([logits, ends, starts], (k,), implementation)

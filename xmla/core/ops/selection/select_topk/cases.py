@@ -6,7 +6,7 @@ from xmla.core.ops.cases import BF16
 F32 = np.dtype(np.float32)
 
 
-def _case(
+def make_case(
     rows: int, columns: int, k: int, values: str = "normal", with_starts: bool = False, dtype: np.dtype = F32
 ) -> Case:
     def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -22,6 +22,12 @@ def _case(
         elif values == "overflow":  # the k largest all in few lanes: the candidates do not fit
             logits[:, ::1024] += 1000.0
             logits[:, 1::2] -= 100.0
+        elif values == "constant":
+            logits[:] = 1.0
+        elif values == "boundary":  # a half of them is equal, and the k-th among these
+            logits[rng.random(logits.shape) < 0.5] = 2.0
+        elif values == "NaN":  # but a few
+            logits[rng.random(logits.shape) < 0.99] = np.nan
         elif values == "misleading":  # the elements that a sample of one in 8 sees are the largest, or the least
             block = np.arange(columns // 256)
             seen = ((block * 8 + block * 5 % 8) * 32)[:, None] + np.arange(32)
@@ -50,21 +56,21 @@ def _case(
 
 
 CASES = (
-    _case(1, 1, 1),
-    _case(6, 300, 32),
-    _case(6, 4099, 513, "ties", with_starts=True),
-    _case(5, 2050, 100, "special"),
-    _case(3, 9001, 700, "overflow"),
-    _case(2, 9001, 700, "steep"),
-    _case(3, 3000, 1500),  # the k-th is about 0, where values differ little and keys much
-    _case(2, 9001, 512, "misleading"),
-    _case(1, 20001, 512),  # several segments
-    _case(2, 20001, 512, "special"),  # and fewer candidates in some than in others
-    _case(5, 9001, 2600, "ties", with_starts=True),  # more candidates than registers hold beside their order keys
-    _case(1, 20001, 2600),  # and in several segments
-    _case(2, 17000, 12500),  # too many for candidates in registers
-    _case(3, 7, 2048, with_starts=True),
-    _case(2, 20001, 512, dtype=BF16),
-    _case(6, 4099, 513, "special", with_starts=True, dtype=BF16),
-    _case(2, 17000, 12500, dtype=BF16),
+    make_case(1, 1, 1),
+    make_case(6, 300, 32),
+    make_case(6, 4099, 513, "ties", with_starts=True),
+    make_case(5, 2050, 100, "special"),
+    make_case(3, 9001, 700, "overflow"),
+    make_case(2, 9001, 700, "steep"),
+    make_case(3, 3000, 1500),  # the k-th is about 0, where values differ little and keys much
+    make_case(2, 9001, 512, "misleading"),
+    make_case(1, 20001, 512),  # several segments
+    make_case(2, 20001, 512, "special"),  # and fewer candidates in some than in others
+    make_case(5, 9001, 2600, "ties", with_starts=True),  # more candidates than registers hold beside their order keys
+    make_case(1, 20001, 2600),  # and in several segments
+    make_case(2, 17000, 12500),  # too many for candidates in registers
+    make_case(3, 7, 2048, with_starts=True),
+    make_case(2, 20001, 512, dtype=BF16),
+    make_case(6, 4099, 513, "special", with_starts=True, dtype=BF16),
+    make_case(2, 17000, 12500, dtype=BF16),
 )

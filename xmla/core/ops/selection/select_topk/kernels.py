@@ -32,11 +32,11 @@ from xmla.core.lang.launches import let_next_start, wait_for_earlier
 from xmla.core.lang.offsets import multiple, offset_of
 from xmla.core.ops.selection.select_topk.choose import choose_candidates, choose_in_row, choose_pieces
 from xmla.core.ops.selection.select_topk.pairs import ABSENT, KEY_OF_INF, KEY_OF_MINUS_INF, as_packed, order_key
+from xmla.core.ops.selection.select_topk.sample import SLACK_PART
 from xmla.core.ops.selection.select_topk.search import kth_largest, kth_largest_of_few
 from xmla.core.ops.selection.select_topk.tile import COLUMNS_A_WARP, append_tile, load_tile, no_tile
 
 CHUNK = tl.constexpr(32)  # adjacent elements of a sample
-SLACK_PART = tl.constexpr(24)  # a sample's rank may be missed by rank / SLACK_PART, for fewer steps of its search
 
 
 @triton.jit

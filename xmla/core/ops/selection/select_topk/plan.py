@@ -3,21 +3,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from xmla.core.call import Problem
+from xmla.core.ops.selection.select_topk.gluon_sm90.plan import IMPLEMENTATION as GLUON_ROWS
 from xmla.core.ops.selection.select_topk.kernels import (
-    SLACK_PART,
     topk_candidates_kernel,
     topk_select_kernel,
     topk_whole_kernel,
 )
+from xmla.core.ops.selection.select_topk.sample import SLACK_PART, Sample
 from xmla.core.ops.selection.select_topk.tile import COLUMNS_A_WARP
 from xmla.core.plan import Condition, Constants, Implementation, Launch, Plan, most_registers, overlap_limit
 from xmla.core.values import Device, Spec, arithmetic, next_power_of_2
 
 MAX_CAPACITY = 16384  # candidates of one row, in registers
 MAX_SEGMENTS = 16  # of a row: a candidate's place is found from the counts of all of them
-SIGMAS = 5  # standard deviations of the sample's error that candidates allow for, to both sides
 # Of rows that do not fill the machine, whose time is that of barriers and latencies:
-SIGMAS_OF_FEW = 4.5  # fewer than above, so that the candidates of 1048576 columns fit
+SIGMAS_OF_FEW = 4.5  # fewer than `SIGMAS`, so that the candidates of 1048576 columns fit
 MAX_SEGMENTS_OF_PIECES = 64
 MAX_PIECES_CAPACITY = 8192  # candidates and what fills their pieces up, in registers with their columns
 FEWEST_LANES = 1024
@@ -93,24 +93,17 @@ def configure(rows: int, columns: int, k: int, device: Device) -> Config:
         config = configure_few(rows, columns, k, device)
         if config is not None:
             return config
-    # The k-th largest of a row is about the k / step-th of the sample; a rank some deviations lower includes it.
-    step = max(8, next_power_of_2(max(columns, 1)) // 16384)
-    expected = k / step
-    rank = math.ceil(expected + SIGMAS * math.sqrt(expected) + 8)
-    lanes = max(1024, next_power_of_2(4 * rank))
-    most = rank + rank // SLACK_PART.value
-    folded = -lanes * math.log1p(-most / lanes)  # elements of the sample among which are so many of the lanes' maxima
-    candidates = step * folded * (1 + SIGMAS / math.sqrt(rank))
-    capacity = max(1024, next_power_of_2(math.ceil(candidates)))
-    if capacity > MAX_CAPACITY:
+    sample = Sample.of(columns, k)
+    if sample.capacity > MAX_CAPACITY:
         return Config(0, 0, 0, 0, 0, 0)
     # Four warps per program if rows fill the machine. Otherwise eight, and rows are split until there are two programs
     # per SM, as long as each segment keeps a tile: 227 against 231 µs at 2048 × 65536, 19.5 against 20.9 at 64 × 65536
     # (H200, 2026-11-22).
     if rows > device.num_sms:
-        return Config(1, capacity, rank, lanes, step, 4 if lanes <= 4096 else 8)  # 8192 lanes spill with 4
+        warps = 4 if sample.lanes <= 4096 else 8  # 8192 lanes spill with 4
+        return Config(1, sample.capacity, sample.rank, sample.lanes, sample.step, warps)
     segments = segments_of(rows, columns, MAX_SEGMENTS, device)
-    return Config(segments, capacity, rank, lanes, step, WARPS)
+    return Config(segments, sample.capacity, sample.rank, sample.lanes, sample.step, WARPS)
 
 
 @arithmetic
@@ -263,6 +256,7 @@ def _longer(problem: Problem, _: Device) -> str | None:
 
 IMPLEMENTATIONS = (
     Implementation("whole_rows", plan_whole, (Condition("rows of at most k columns", _longer),)),
+    GLUON_ROWS,
     Implementation("triton", plan),
 )
 

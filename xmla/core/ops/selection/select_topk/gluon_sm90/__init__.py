@@ -1,0 +1,1 @@
+"""Selection of many rows on Hopper in one launch, in Gluon."""

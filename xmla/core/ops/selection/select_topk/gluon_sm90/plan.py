@@ -1,0 +1,100 @@
+from dataclasses import dataclass
+
+from xmla.core.call import Problem
+from xmla.core.lang.gluon import gl
+from xmla.core.ops.selection.select_topk.gluon_sm90.kernel import WARPS, topk_rows_sm90_kernel
+from xmla.core.ops.selection.select_topk.sample import Sample
+from xmla.core.plan import Condition, Constants, Implementation, Launch, Plan
+from xmla.core.values import Device, next_power_of_2
+
+MAX_K = 2048  # of which a sample leaves at most 4096 candidates, 16 of each thread, at up to MAX_COLUMNS
+MAX_COLUMNS = 131072  # a bit each, and their counts, in the shared memory of three programs an SM
+# Programs of three an SM: 685 µs at 8192 × 65536, 746 with 64 registers, four and spills (H200, 2026-11-29).
+REGISTERS = 80
+# A program's row takes 46 µs at 131072 columns and 24 at 65536, whatever the others do. So longer rows pay where those
+# of the last round are few of all: 352 against 372 µs at 2048 × 131072 (H200, 2026-11-29).
+SHORT_COLUMNS = 65536
+ROUNDS = 8  # rows an SM, of longer ones
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows(Constants):
+    """Constants of Hopper's kernel of many rows."""
+
+    HAS_STARTS: bool
+    ALIGNED: bool  # logits start on a multiple of 16 bytes
+    CAPACITY: int  # candidates of a row
+    WORDS: int  # of bits of a row's columns
+    LANES: int  # of a sample
+    STEP: int  # one of so many elements is sampled
+    OVERLAP_LIMIT: int  # core/lang/launches.py
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    rows, columns, k = problem["T"], problem["N"], problem.attrs.k
+    sample, logits = Sample.of(columns, k), problem.specs["logits"]
+    launch = Launch(
+        topk_rows_sm90_kernel,
+        grid=(rows,),
+        outputs=("indices",),
+        arrays=problem.stand_ins(starts="ends"),
+        sizes={
+            "first_row": 0,
+            "num_columns": columns,
+            "row_stride": logits.stride(0),
+            "k": k,
+            "sample_rank": sample.rank,
+        },
+        constexprs={
+            "C": Rows(
+                HAS_STARTS=problem.has("starts"),
+                ALIGNED=logits.alignment == 16,
+                CAPACITY=sample.capacity,
+                WORDS=max(1024, next_power_of_2(columns) // 32),
+                LANES=sample.lanes,
+                STEP=sample.step,
+                OVERLAP_LIMIT=device.overlap_limit,
+            )
+        },
+        num_warps=WARPS.value,
+        num_stages=1,
+        max_registers=REGISTERS,
+    )
+    return Plan((launch,), problem.results, ("indices",))
+
+
+def _elsewhere(_: Problem, device: Device) -> str | None:
+    return None if device.arch == 90 else f"on {device.name}"
+
+
+def _older(*_: object) -> str | None:
+    return None if hasattr(gl, "inline_asm") else "by an older Triton"
+
+
+def _wide(problem: Problem, _: Device) -> str | None:
+    return None if problem["N"] <= MAX_COLUMNS else f"with {problem['N']} columns"
+
+
+def _many_of_a_row(problem: Problem, _: Device) -> str | None:
+    return None if problem.attrs.k <= MAX_K else f"with k of {problem.attrs.k}"
+
+
+def _few(problem: Problem, device: Device) -> str | None:
+    rows, columns = problem["T"], problem["N"]
+    fewest = device.num_sms * (1 if columns <= SHORT_COLUMNS else ROUNDS)
+    return None if rows > fewest else f"with {rows} rows of {columns} columns on {device.num_sms} SMs"
+
+
+IMPLEMENTATION = Implementation(
+    "gluon_rows",
+    plan,
+    (
+        Condition("compute capability 9.0", _elsewhere),
+        Condition("Triton 3.9 or newer", _older),
+        Condition(f"at most {MAX_COLUMNS} columns", _wide),
+        Condition(f"a k of at most {MAX_K}", _many_of_a_row),
+        Condition(f"more rows than SMs, {ROUNDS} times as many over {SHORT_COLUMNS} columns", _few),
+    ),
+    # Not "gluon", by which ops over an indexer's keys ask for the kernels of their logits alone.
+    "gluon_sm90",
+)
