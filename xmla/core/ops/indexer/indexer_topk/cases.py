@@ -69,5 +69,5 @@ CASES = (
     make_case("bounded-mxfp4", 4, 4, 2600, 20, layout="mxfp4", workspace_bytes=74_000),
     make_case("all-selected", 5, 4, 60, 64, workspace_bytes=0),
     make_case("ue8m0", 5, 4, 300, 20, dim=128, layout="fp8_ue8m0"),
-    make_case("bounded-ue8m0", 4, 4, 2600, 20, dim=128, layout="fp8_ue8m0", workspace_bytes=74_000),
+    make_case("bounded-ue8m0", 5, 64, 2300, 100, dim=128, layout="fp8_ue8m0", workspace_bytes=80_000),
 )
