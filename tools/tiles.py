@@ -23,7 +23,7 @@ TILE = ("BLOCK_H", "BLOCK_N", "BLOCK_T", "GROUP")
 
 def short(launch: Launch) -> str:
     tile = [f"{name} {launch.constants[name]}" for name in TILE if name in launch.constants]
-    words = [f"{launch.name} × {prod(launch.grid)}", *tile, f"{launch.num_warps} warps", f"{launch.num_stages} stages"]
+    words = [f"{launch.name} × {prod(launch.grid)}", *tile, f"{launch.size}", f"{launch.num_stages} stages"]
     if launch.max_registers is not None:
         words.append(f"{launch.max_registers} registers")
     if launch.sizes.get("num_splits", 1) > 1:

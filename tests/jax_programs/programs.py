@@ -25,6 +25,7 @@ from jax_triton import triton_lib
 from op_call import OpCall, op_calls
 from stacked import over_devices
 
+from xmla.core.compile import Specialization
 from xmla.core.registry import registry
 from xmla.core.values import H200, assume_device
 from xmla.jax_api import _jax_triton, _launcher, _primitive
@@ -36,14 +37,19 @@ XLA_NAMES = {
 }  # fmt: skip
 UNFUSED = {"xla_gpu_enable_dynamic_slice_fusion": False}  # without the fusions of custom calls with slices
 PTX = {"cubin": b"", "ptx": "", "ttir": "", "ttgir": "", "llir": ""}
-FACTS = SimpleNamespace(name="kernel", num_warps=4, shared=0, num_ctas=1, global_scratch_size=0)
+FACTS = {"name": "kernel", "num_warps": 4, "shared": 0, "global_scratch_size": 0}
+
+
+def compiled(specialization: Specialization, *_: int) -> SimpleNamespace:
+    """A kernel of which no machine code is made."""
+    return SimpleNamespace(metadata=SimpleNamespace(**FACTS, num_ctas=specialization.num_ctas), asm=PTX)
 
 
 def stand_in() -> None:
     """Calls are lowered for an H200, their kernels not compiled; exports call what has the launcher's name."""
     pipeline.register(_launcher.TARGET, "callback")
     _launcher.library = lambda: SimpleNamespace(xmla_add_kernel=lambda *_: None)
-    _launcher.compiled = _jax_triton.compiled = lambda *_: SimpleNamespace(metadata=FACTS, asm=PTX)
+    _launcher.compiled = _jax_triton.compiled = compiled
     _primitive.lowered_for = lambda *_: H200
     triton_lib.CUSTOM_CALL_TARGET_NAME = _launcher.TARGET
 

@@ -46,5 +46,6 @@ class Noting:
     def compiled(self, specialization: Any, _: int) -> SimpleNamespace:
         """Replaces `xmla.core.compile.compiler.compiled`."""
         name = specialization.kernel.__name__
-        facts = SimpleNamespace(name=name, num_warps=WARPS, shared=self.shared_bytes, global_scratch_size=0, num_ctas=1)
+        facts = SimpleNamespace(name=name, num_warps=WARPS, shared=self.shared_bytes, global_scratch_size=0,
+                                num_ctas=specialization.num_ctas)  # fmt: skip
         return SimpleNamespace(metadata=facts, asm={"cubin": name.encode()})

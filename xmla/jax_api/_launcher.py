@@ -99,7 +99,7 @@ def _number(launch: Launch, plan: Plan, specs: Mapping[str, Spec], device: Devic
     """Make a launch's kernel known to the library; the number that programs name it by, the same in any process."""
     kernel = compiled(specialize(launch, plan, specs), device.arch)
     facts, cubin = kernel.metadata, kernel.asm["cubin"]
-    if facts.global_scratch_size or facts.num_ctas != 1:
+    if facts.global_scratch_size or facts.num_ctas != launch.num_ctas:
         raise RuntimeError(f"{launch.name} needs scratch memory or a cluster, which JAX's launcher does not give it")
     properties = facts.name.encode(), cubin, facts.num_warps, facts.shared
     number = int.from_bytes(hashlib.sha256(repr(properties).encode()).digest()[:8], "little", signed=True)
@@ -133,7 +133,7 @@ def run(
     results = call(
         *arrays.values(),
         kernels=np.array([_number(launch, plan, specs, device) for launch in plan.active], np.int64),
-        programs=np.array([launch.grid[0] for launch in plan.active], np.int32),
+        programs=np.array([launch.grid[0] * launch.num_ctas for launch in plan.active], np.int32),
         early=np.array([launch.waits and place > 0 for place, launch in enumerate(plan.active)], np.int32),
         counts=np.array([len(each) for each in arguments], np.int32),
         places=np.array([place for each in arguments for place, _ in each], np.int32),

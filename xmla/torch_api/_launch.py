@@ -101,10 +101,10 @@ def describe_launches(
     places |= {name: (len(places), offset) for name, offset in workspace.items()}
     descriptions = []
     for kernel, launch, early in launches:
-        warps, _, shared = kernel.packed_metadata
+        warps, ctas, shared = kernel.packed_metadata
         arguments = [*(places[name] for name in launch.reads), *((-1, size) for size in launch.size_values),
                      *(places[name] for name in launch.writes)]  # fmt: skip
-        descriptions.append((kernel.function, launch.grid[0], warps, shared, early, arguments))
+        descriptions.append((kernel.function, launch.grid[0] * ctas, warps, shared, early, arguments))
     return descriptions
 
 

@@ -46,6 +46,7 @@ class Specialization:
     constexprs: tuple[tuple[str, Hashable], ...]
     num_warps: int
     num_stages: int
+    num_ctas: int = 1
     max_registers: int | None = None
     unaligned: frozenset[str] = frozenset()
 
@@ -63,6 +64,8 @@ class Specialization:
         types = [f"{name}: {kind}{', unaligned' * (name in self.unaligned)}" for name, kind in self.types]
         values = [f"{name}={value}" for name, value in self.constants.items()]
         options = [f"num_warps={self.num_warps}", f"num_stages={self.num_stages}"]
+        if self.num_ctas > 1:
+            options.append(f"num_ctas={self.num_ctas}")
         if self.max_registers is not None:
             options.append(f"max_registers={self.max_registers}")
         return f"{self.kernel.__name__}({', '.join([*types, *values, *options])})"
@@ -71,12 +74,14 @@ class Specialization:
         """What distinguishes kernels of one function, by name."""
         types = {name: f"{kind}{', unaligned' * (name in self.unaligned)}" for name, kind in self.types}
         return {**types, **self.constants, "num_warps": self.num_warps, "num_stages": self.num_stages,
-                "max_registers": self.max_registers}  # fmt: skip
+                "num_ctas": self.num_ctas, "max_registers": self.max_registers}  # fmt: skip
 
     def options(self) -> dict[str, Hashable]:
         """The compiler's options, under its own names."""
         options: dict[str, Hashable] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         options["enable_fp_fusion"] = True  # spelled out: defaults differ between versions
+        if self.num_ctas > 1:
+            options["num_ctas"] = self.num_ctas
         return options if self.max_registers is None else options | {"maxnreg": self.max_registers}
 
 
@@ -109,6 +114,7 @@ def specialize(launch: Launch, plan: Plan, specs: Mapping[str, Spec]) -> Special
         launch.constexpr_values,
         launch.num_warps,
         launch.num_stages,
+        launch.num_ctas,
         launch.max_registers,
         frozenset(unaligned),
     )

@@ -102,6 +102,7 @@ class Launch:
             has such arrays first among its outputs.
         arrays: The array of each pointer that does not point to the array of its own name: the call has another name
             for the array, or another array stands in for one that is not given (`Problem.stand_ins`).
+        num_ctas: CTAs of a program, a cluster of which the kernel is one. The grid counts programs.
         max_registers: Registers per thread. Without it the compiler weighs registers against occupancy itself.
     """
 
@@ -113,6 +114,7 @@ class Launch:
     arrays: Mapping[str, str] = field(default_factory=dict, hash=False)
     num_warps: int = 4
     num_stages: int = 2
+    num_ctas: int = 1
     max_registers: int | None = None
 
     def __post_init__(self) -> None:
@@ -135,6 +137,11 @@ class Launch:
     @property
     def name(self) -> str:
         return self.kernel.__name__
+
+    @property
+    def size(self) -> str:
+        """The size of a program, in words."""
+        return f"{self.num_warps} warps" if self.num_ctas == 1 else f"{self.num_ctas} CTAs of {self.num_warps} warps"
 
     @property
     def pointers(self) -> dict[str, str]:
@@ -272,7 +279,7 @@ class Plan:
         lines = [f"{self.workspace_bytes} bytes of workspace", *(f"  {line}" for line in self.remarks)]
         lines += [f"  {name} {spec.dtype}{list(spec.shape)}" for name, spec in self.buffers.items()]
         for launch in self.launches:
-            lines.append(f"  {launch.name} × {prod(launch.grid)}, {launch.num_warps} warps, {launch.num_stages} stages")
+            lines.append(f"  {launch.name} × {prod(launch.grid)}, {launch.size}, {launch.num_stages} stages")
             facts = {"arrays": launch.pointers, "sizes": launch.sizes, "constants": launch.constants}
             for label, pairs in facts.items():
                 lines.append(f"    {label}: {', '.join(f'{name}={value}' for name, value in pairs.items())}")
