@@ -11,6 +11,10 @@ commit hands over the last of them, nothing that the warps have done.
 
 A second clock has the steps before the last proxy fence, for products read shared memory by the asynchronous proxy.
 Warps of one partition are taken for ordered: the compiler puts barriers between their accesses of shared memory.
+
+A program of several CTAs, a cluster, is one `Cta` whose shared memory is that of all. What is stored is the own part of
+each CTA. A load whose layout divides an array otherwise than its memory is, reads the parts of others: all CTAs have to
+meet, at a barrier of the cluster, between that and what is written there before and after.
 """
 
 import sys
@@ -53,6 +57,13 @@ def place() -> str:
     return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
 
 
+def divisions(layout: Any) -> list[list[int]]:
+    """How a layout divides a tensor among CTAs: the axis that each bit of a CTA's number is of."""
+    if isinstance(layout, gl.SliceLayout):
+        return [[*vector[: layout.dim], *vector[layout.dim + 1 :]] for vector in divisions(layout.parent)]
+    return list(getattr(layout, "cga_layout", None) or ())
+
+
 @cache
 def bases(layout: Any, shape: tuple[int, ...]) -> Any:
     """A layout as Triton's linear layout."""
@@ -61,7 +72,9 @@ def bases(layout: Any, shape: tuple[int, ...]) -> Any:
     context = ir.context()
     ir.load_dialects(context)
     builder = gluon_ir.GluonOpBuilder(context)
-    builder.create_module().set_attr("ttg.num-warps", builder.get_int32_attr(4))
+    module = builder.create_module()
+    module.set_attr("ttg.num-warps", builder.get_int32_attr(4))
+    module.set_attr("ttg.num-ctas", builder.get_int32_attr(2 ** len(divisions(layout))))
     return builder.to_linear_layout(layout._to_ir(builder), list(shape))
 
 
@@ -78,7 +91,11 @@ def combinations(vectors: Sequence[Sequence[int]], shape: tuple[int, ...]) -> np
 def offsets(layout: Any, shape: tuple[int, ...]) -> np.ndarray:
     """The place of each element in shared memory, in elements; axes before the layout's are of buffers in order."""
     inner = shape[len(shape) - layout.rank :] if hasattr(layout, "rank") else shape[len(shape) - len(layout.order) :]
-    flat = combinations(bases(layout, inner).offset_bases if max(inner) > 1 else (), inner)
+    vectors = divisions(layout)  # the parts of a cluster's CTAs are one behind the other
+    if np.prod(inner) > 2 ** len(vectors):
+        linear = bases(layout, inner)
+        vectors = [*linear.offset_bases, *linear.block_bases]
+    flat = combinations(vectors, inner)
     places = np.empty(len(flat), np.int64)
     places[flat] = np.arange(len(flat))
     outer = shape[: len(shape) - len(inner)]
@@ -141,6 +158,8 @@ class Shared:
     def load(self, layout: Any) -> Tensor:
         me = self.cta.partition
         self.cta.read(self, *me.step(WARPS))
+        if divisions(layout) != divisions(self.layout):
+            self.cta.read_of_others(self)
         return Tensor(self.values, self.dtype)
 
     def store(self, value: Tensor) -> None:
@@ -149,6 +168,9 @@ class Shared:
         me = self.cta.partition
         self.cta.write(self, *me.step(WARPS))
         self.put(value.data)
+
+    def _keep_alive(self) -> None:
+        """Memory is not used twice here."""
 
     def scatter(self, values: Tensor, indices: Tensor, axis: int) -> None:
         if self.elements.ndim > 1:
@@ -163,30 +185,32 @@ class Shared:
 
     def gather(self, indices: Tensor, axis: int) -> Tensor:
         self.cta.read(self, *self.cta.partition.step(WARPS))
-        return Tensor(self.cta.memory.view(NUMPY[self.dtype])[self._at(indices, True)], self.dtype)
+        return Tensor(self.cta.memory.view(NUMPY[self.dtype])[self._at(indices, axis, True)], self.dtype)
 
-    def atomic_scatter_add(self, values: Tensor, indices: Tensor, axis: int, mask: Tensor) -> None:
-        self._combine(np.add, values, indices, mask)
+    def atomic_scatter_add(self, values: Tensor, indices: Tensor, axis: int, mask: Tensor | None = None) -> None:
+        self._combine(np.add, values, indices, axis, mask)
 
-    def atomic_scatter_or(self, values: Tensor, indices: Tensor, axis: int, mask: Tensor) -> None:
-        self._combine(np.bitwise_or, values, indices, mask)
+    def atomic_scatter_or(self, values: Tensor, indices: Tensor, axis: int, mask: Tensor | None = None) -> None:
+        self._combine(np.bitwise_or, values, indices, axis, mask)
 
-    def _combine(self, operation: np.ufunc, values: Tensor, indices: Tensor, mask: Tensor) -> None:
+    def _combine(self, operation: np.ufunc, values: Tensor, indices: Tensor, axis: int, mask: Tensor | None) -> None:
         """Combine elements with values, in any order; nobody asks for what they were."""
         step = self.cta.partition.step(WARPS)
         self.cta.read(self, *step)
         self.cta.write(self, *step)
-        where = self._at(indices, mask.data)[mask.data]
-        operation.at(self.cta.memory.view(NUMPY[self.dtype]), where, values.data[mask.data])
+        wanted = np.ones(indices.shape, bool) if mask is None else mask.data
+        where = self._at(indices, axis, wanted)[wanted]
+        operation.at(self.cta.memory.view(NUMPY[self.dtype]), where, values.data[wanted])
 
-    def _at(self, indices: Tensor, wanted: Any) -> np.ndarray:
-        """The places of elements of a vector; those that are not wanted are any."""
-        if self.elements.ndim > 1:
-            raise NotImplementedError("elements along one of several axes")
-        outside = ((indices.data < 0) | (indices.data >= len(self.elements))) & wanted
+    def _at(self, indices: Tensor, axis: int, wanted: Any) -> np.ndarray:
+        """The places of elements along an axis; those that are not wanted are any."""
+        count = self.shape[axis]
+        outside = ((indices.data < 0) | (indices.data >= count)) & wanted
         if outside.any():
-            raise Fault(f"{place()}: element {indices.data[outside][0]} of {len(self.elements)}")
-        return self.elements[np.clip(indices.data, 0, len(self.elements) - 1)]
+            raise Fault(f"{place()}: element {indices.data[outside][0]} of {count}")
+        where = list(np.indices(indices.shape, sparse=True))
+        where[axis] = np.clip(indices.data, 0, count - 1)
+        return self.elements[tuple(where)]
 
     @property
     def address(self) -> int:
@@ -407,15 +431,18 @@ class Partition:
 class Cta:
     """One program of a launch. `rng` draws the order of its partitions."""
 
-    def __init__(self, program: int, programs: int, warps: int, rng: np.random.Generator) -> None:
-        self.program, self.programs, self.rng = program, programs, rng
-        self.memory = np.full(BYTES, 0xFF, np.uint8)  # NaN in every float dtype
+    def __init__(self, program: int, programs: int, warps: int, rng: np.random.Generator, ctas: int = 1) -> None:
+        self.program, self.programs, self.rng, self.ctas = program, programs, rng, ctas
+        self.memory = np.full(BYTES * ctas, 0xFF, np.uint8)  # NaN in every float dtype
         self.end = 0
         self.columns = 0
-        granules = BYTES // GRANULE + COLUMNS
+        granules = BYTES * ctas // GRANULE + COLUMNS
         self.written_by = np.zeros(granules, np.int64)
         self.written_at = np.full(granules, NEVER, np.int64)
         self.read_at = np.zeros((ACTORS, granules), np.int32)
+        self.meetings = 1  # of all CTAs of a cluster
+        self.written_since = np.zeros(granules, np.int32)  # which meeting
+        self.read_by_others_since = np.zeros(granules, np.int32)
         self.places: dict[tuple[int, int], str] = {}
         self.arrivals: list[Callable[[], None]] = []  # of copies, not yet delivered
         self.partition = Partition(self, 0, warps)  # the one that runs
@@ -431,7 +458,7 @@ class Cta:
     def allocate_tensor(self, dtype: Any, shape: Sequence[int]) -> TensorMemory:
         values = np.full((*shape, NUMPY[dtype].itemsize), 0xFF, np.uint8).view(NUMPY[dtype])[..., 0]
         of_rows = (*shape[:-2], shape[-1])
-        first = BYTES // GRANULE + self.columns
+        first = BYTES * self.ctas // GRANULE + self.columns
         self.columns += int(np.prod(of_rows))
         return TensorMemory(self, dtype, values, np.arange(first, first + int(np.prod(of_rows))).reshape(of_rows))
 
@@ -474,7 +501,16 @@ class Cta:
         if wrong.any():
             reader, first = divmod(int(wrong.argmax()), wrong.shape[1])
             self._refuse("writes beside the read", reader, int(reads[reader, first]))
+        if (self.read_by_others_since[granules] == self.meetings).any():
+            raise Fault(f"{place()}: writes beside a read of other CTAs")
         self.written_by[granules], self.written_at[granules] = actor, step
+        self.written_since[granules] = self.meetings
+
+    def read_of_others(self, memory: Shared) -> None:
+        """A read of the parts of other CTAs, beside that of one's own."""
+        if (self.written_since[memory.granules] == self.meetings).any():
+            raise Fault(f"{place()}: reads beside a write of other CTAs")
+        self.read_by_others_since[memory.granules] = self.meetings
 
     def yield_(self, until: Callable[[], bool] | None) -> None:
         """Let other partitions run, at least until `until` holds."""

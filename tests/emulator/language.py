@@ -320,6 +320,11 @@ def warp_specialize(functions: Sequence[Any], warps: Sequence[int], registers: S
     _running.cta.specialize(functions, warps)
 
 
+def barrier(cluster: bool = False) -> None:
+    """A barrier of a cluster; that of one CTA does nothing, since warps are in order."""
+    _running.cta.meetings += cluster
+
+
 def nothing(*_: Any) -> None:
     pass
 
@@ -337,7 +342,7 @@ _GL = types.SimpleNamespace(
     exp2=lambda x: Tensor(np.exp2(x.data), x.dtype), log2=lambda x: Tensor(np.log2(x.data), x.dtype),
     maximum=_extreme(*_GREATER), max=_reduction(*_GREATER), minimum=_extreme(*_LESS), min=_reduction(*_LESS),
     sum=_reduction(np.add, np.add), permute=Tensor.permute, convert_layout=unchanged, multiple_of=unchanged,
-    max_contiguous=unchanged, max_constancy=unchanged, barrier=nothing, static_range=range, range=scalars,
+    max_contiguous=unchanged, max_constancy=unchanged, barrier=barrier, static_range=range, range=scalars,
 )  # fmt: skip
 _MBARRIER = types.SimpleNamespace(
     allocate_mbarrier=allocate_mbarrier, init=lambda barrier, count: barrier.init(count), arrive=arrive,
@@ -408,7 +413,7 @@ class Program:
         sizes = {name: Tensor(value, gl.int32) for name, value in launch.sizes.items()}
         programs, rng = prod(launch.grid), np.random.default_rng(seed)
         for program in range(programs):
-            cta = Cta(program, programs, launch.num_warps, rng)
+            cta = Cta(program, programs, launch.num_warps, rng, launch.num_ctas)
             _running = _Running(cta, memory)
             with np.errstate(all="ignore"):
                 function(**pointers, **sizes, **launch.constexprs)
