@@ -297,6 +297,8 @@ MUTANTS = (
            f"{OPS}/attention/sparse_mla/backward/kernels.py", "../test_training.py", "another_calls"),
     Mutant("if not finite:", "if False:", f"{OPS}/attention/sparse_mla/backward/kernels.py", "../test_training.py",
            "overflows"),
+    Mutant("down = gl.minimum(down, (top - KEY_OF_NAN).to(gl.uint32, bitcast=True))", "pass",
+           f"{OPS}/selection/select_topk/gluon_sm90_cluster/kernel.py", "../core/test_gluon_cpu.py", "sparse"),
     Mutant("(tl.max(ends) > CAPACITY // PIECE) | (total < k)", "total < k", f"{OPS}/selection/select_topk/kernels.py",
            "../test_ops.py", "select_topk"),
     Mutant("(tl.max(ends) > CAPACITY // PIECE) | (total < k)", "tl.max(ends) > CAPACITY // PIECE",

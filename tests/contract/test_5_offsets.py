@@ -327,7 +327,7 @@ def test_a_stride_past_31_bits_is_refused() -> None:
         logits, ends = Spec((2, 64), "float32", (stride, 1)), Spec((2,), "int32")
         with pytest.raises(
             UnsupportedError,
-            match=f"select_topk: row_stride of topk_candidates_kernel is {stride}, supported: sizes and strides",
+            match=f"select_topk: row_stride of topk_cluster_sm90_kernel is {stride}, supported: sizes and strides",
         ):
             Call("select_topk", {"logits": logits, "ends": ends}, {"k": 8}).plan(H200)
 

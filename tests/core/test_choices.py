@@ -12,6 +12,7 @@ from xmla.core.errors import UnsupportedError
 from xmla.core.models.v32 import ModelConfig
 from xmla.core.op import Op, plan_call
 from xmla.core.ops.indexer import indexer_logits
+from xmla.core.ops.layer.dsa_attention.gluon_sm90.kernel import select_slots_cluster_sm90_kernel
 from xmla.core.ops.layer.dsa_attention.kernels import select_slots_kernel, whole_slots_kernel
 from xmla.core.ops.layer.dsa_attention.plan import FUSIONS
 from xmla.core.ops.selection.select_topk.sample import Sample
@@ -173,7 +174,13 @@ def selection_and_mapping(rows: int, columns: int, k: int) -> tuple[Launch, Laun
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "kernel"), [(3, 64, whole_slots_kernel), (3, 4096, select_slots_kernel), (133, 4096, None)]
+    ("rows", "columns", "kernel"),
+    [
+        (3, 64, whole_slots_kernel),
+        (3, 4096, select_slots_cluster_sm90_kernel),
+        (17, 4096, select_slots_kernel),
+        (133, 4096, None),
+    ],
 )
 def test_programs_that_select_rows_whole_or_of_few_also_map_them(rows: int, columns: int, kernel: object) -> None:
     select, mapping = selection_and_mapping(rows, columns, 64)

@@ -13,7 +13,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.formats.mla import NVFP4, PLAIN, PLAIN_V4, V4, V32
-from xmla.core.op import Case, Op
+from xmla.core.op import Case, Op, plan_call
 from xmla.core.ops.attention.sparse_mla import unpack
 from xmla.core.ops.attention.sparse_mla.backward.cases import backward_of
 from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90 import plan as backward_plan
@@ -23,8 +23,9 @@ from xmla.core.ops.blocks.indexer_blocks.cases import with_granularity as blocks
 from xmla.core.ops.indexer.indexer_logits.cases import make_case as logits_case
 from xmla.core.ops.indexer.indexer_logits_paged.cases import make_case as paged_case
 from xmla.core.ops.indexer.indexer_topk.cases import make_case as topk_case
+from xmla.core.ops.layer.dsa_attention.plan import FUSIONS
 from xmla.core.ops.selection.select_topk.cases import make_case as selection_case
-from xmla.core.plan import Plan
+from xmla.core.plan import Plan, fuse
 from xmla.core.registry import registry
 from xmla.core.values import B200, H200, RTX_PRO_6000, Device, Spec
 
@@ -32,18 +33,20 @@ pytestmark = pytest.mark.skipif(HAS_GPU, reason="kernels are compiled, not inter
 
 # With one multiprocessor a program has many tiles, so that stages are used again, and keys are not split.
 HOPPER, SM100, SM120 = (replace(device, name=f"{device.arch}", num_sms=1) for device in (H200, B200, RTX_PRO_6000))
-NAMES = ("gluon", "gluon_sm90", "gluon_sm100")  # of implementations by Gluon kernels
+NAMES = ("gluon", "gluon_sm90", "gluon_sm90_cluster", "gluon_sm100")  # of implementations by Gluon kernels
 MOST_PROGRAMS = 20
 ATTENTION = registry()["sparse_mla"]
 
 
 def plan_of(op: Op, case: Case, device: Device) -> Plan | None:
     """The plan by Gluon kernels, if they serve the case."""
-    asked = f"gluon_sm{device.arch}"
-    try:
-        return kit.plan_of(op, case, device, asked if asked in {each.asked for each in op.implementations} else "gluon")
-    except (ArgumentError, UnsupportedError):
-        return None
+    own = [each.asked for each in op.implementations if each.asked.startswith(f"gluon_sm{device.arch}")]
+    for asked in own or ["gluon"]:
+        try:
+            return kit.plan_of(op, case, device, asked)
+        except (ArgumentError, UnsupportedError):
+            continue
+    return None
 
 
 def programs(plan: Plan) -> int:
@@ -140,6 +143,54 @@ MISLED, FULL_LIST = (
 )
 TIED = SELECTION, within_wider_rows(selection_case(3, 9001, 512, "ties", with_starts=True), 1, 4), HOPPER
 FEW_NUMBERS = SELECTION, selection_case(2, 9001, 700, "NaN"), HOPPER
+
+
+def row_of(kind: str, columns: int, length: int, k: int = 2048, starts: bool = False) -> Case:
+    """A selection of two rows, one of which is shorter, of values of one kind."""
+
+    def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
+        values = rng.standard_normal((2, columns)).astype(np.float32)
+        if kind == "far":
+            values += 100
+        elif kind == "constant":
+            values[...] = 1
+        elif kind == "few values":
+            values = np.round(values)
+        elif kind == "one bucket":
+            values = 1.5 + 1e-4 * values
+        elif kind == "descending":
+            values = np.sort(values)[:, ::-1].copy()
+        elif kind == "zeros":
+            values = np.where(values < 0, np.float32(-0.0), np.float32(0.0))
+        elif kind == "NaN":
+            values[:, np.arange(columns) % 50 > 0] = np.nan
+        elif kind == "infinite":
+            values[np.abs(values) > 1] *= np.inf
+        elif kind == "subnormal":
+            values *= np.float32(1e-40)
+        elif kind == "sparse":  # one of each thread's columns, in all CTAs but the last, of which one column is there
+            values = np.where(np.arange(columns) % 4 == 0, 5.0, values - 100)
+            values[:, 7 * 1024] = np.float32(2.0000002)
+        inputs = {"logits": values.astype(np.float32), "ends": np.array([length, columns], np.int32)}
+        return inputs | ({"starts": np.array([3, -1], np.int32)} if starts else {})
+
+    return Case(f"{kind}-{columns}-{length}-k{k}{'-starts' * starts}", make, {"k": k})
+
+
+CLUSTERS = [
+    *(case for case in SELECTION.cases if plan_of(SELECTION, case, H200) is not None),
+    *(
+        row_of(kind, 16384, 9001)
+        for kind in ("far", "constant", "few values", "one bucket", "descending", "zeros", "NaN", "infinite")
+    ),
+    row_of("sparse", 16000, 7 * 1024 + 1),
+    row_of("subnormal", 20003, 9001, starts=True),
+    row_of("normal", 131072, 32767),  # a quarter of the tiles, and all
+    row_of("few values", 65535, 16385, 511),
+    row_of("NaN", 100000, 2049),
+]
+CLUSTER = SELECTION, row_of("one bucket", 16384, 9001), H200
+
 LOGITS_OF_SM100 = PAGED_LOGITS[0], with_a_missing_page(paged_case((9, 2600, 300, 0, 1, 130), 64, next_n=2)), SM100
 
 # Stages that are used three times over packed entries, and keys in splits, whose results are float16 on Hopper.
@@ -157,6 +208,7 @@ MORE = [
     NO_NEWEST,
     (MAXIMA[0], blocks_case("large", 128, 2, topk_case("", 5, 16, 1300, 4)), HOPPER),
     (ATTENTION, make_case(1, 17, 600, 61, V32, batch_invariant=True), HOPPER),
+    *((SELECTION, case, H200) for case in CLUSTERS),
     (ATTENTION, make_case(1, 5, 600, 64, V32), H200),
     (ATTENTION, make_case(1, 5, 600, 2, V4, with_lengths=True, batch_invariant=True), HOPPER),
     (ATTENTION, make_case(1, 5, 600, 2, V4, with_lengths=True, batch_invariant=True), SM120),
@@ -270,6 +322,32 @@ def test_entries_that_slots_name_become_rows(with_lengths: bool, monkeypatch: py
     assert np.array_equal(rows.reshape(entries, -1)[named].astype(np.float64), want[named])
 
 
+@pytest.mark.parametrize("with_ids", [False, True])
+@pytest.mark.parametrize("k", [100, 600])
+def test_clusters_map_what_they_select(k: int, with_ids: bool) -> None:
+    """A table with a missing page, requests that are none, rows of fewer columns than k."""
+    rng, mapping = np.random.default_rng(0), registry()["map_slots"]
+    rows, columns, page, requests = 6, 20000, 64, 3
+    arrays = {
+        "logits": rng.standard_normal((rows, columns)).astype(np.float32),
+        "ends": np.array([columns, 700, 3, 0, 599, 15000], np.int32),
+        "block_table": rng.permutation(requests * 400)[: requests * 300].reshape(requests, 300).astype(np.int32),
+    }
+    arrays["block_table"][1, ::7] = -1
+    ids = {"request_ids": np.array([0, 1, 2, -1, 7, 1], np.int32)} if with_ids else {}
+    specs = {name: Spec.of_numpy(array) for name, array in (arrays | ids).items()}
+    select, _ = plan_call(SELECTION, (specs["logits"], specs["ends"], None), SELECTION.attributes(k=k), H200)
+    called = Spec((rows, k), "int32"), specs["block_table"], specs.get("request_ids"), None
+    mapped, _ = plan_call(mapping, called, mapping.attributes(page_size=page), H200)
+    launches = fuse((*select.launches, *mapped.launches), FUSIONS)
+    assert [launch.name for launch in launches] == ["select_slots_cluster_sm90_kernel"]
+    plan = Plan(launches, {**select.buffers, **mapped.buffers}, ("indices", "slots", "counts"))
+    got = emulator.run(plan, kit.copies(arrays | ids))
+    (indices,) = SELECTION.reference(arrays["logits"], arrays["ends"], k=k)
+    want = indices, *mapping.reference(indices, arrays["block_table"], **ids, page_size=page)
+    assert all(map(np.array_equal, got, want))
+
+
 def test_every_implementation_has_a_case() -> None:
     plans = [plan for op, case, device in CASES if (plan := plan_of(op, case, device)) is not None]
     run = {(choice.op, choice.implementation) for plan in plans for choice in plan.choices}
@@ -294,6 +372,7 @@ PACKED, CONSUMERS, V32_PRODUCER, NVFP4_PRODUCER, V4_PRODUCER = (
     f"{SM90}.packed{name}" for name in ("", "_consumers", "_producer_v32", "_producer_nvfp4", "_producer_v4")
 )
 PLAIN_ROWS, COMMON, NARROW = (f"{SM90}.{name}" for name in ("plain", "common", "few_heads"))
+CLUSTERED = "xmla.core.ops.selection.select_topk.gluon_sm90_cluster.kernel"
 BACKWARD = "xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.kernel"
 ANY_ORDER_KERNEL = "xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.any_order"
 SM100_KERNEL = "xmla.core.ops.attention.sparse_mla.gluon_sm100.kernel"
@@ -308,6 +387,11 @@ RAGGED, PAGED = (
 )
 
 PLANTED = [
+    Planted(CLUSTER, CLUSTERED, "tops.store(top)\n    gl.barrier(cluster=True)", "tops.store(top)"),
+    Planted(CLUSTER, CLUSTERED, "gl.barrier(cluster=True)\n        total.store", "total.store"),
+    Planted(CLUSTER, CLUSTERED, "gl.barrier(cluster=True)\n        found =", "found ="),
+    Planted(CLUSTER, CLUSTERED, "gl.barrier(cluster=True)\n    for each", "for each"),
+    Planted(CLUSTER, CLUSTERED, "hist = hists.index(level)", "hist = hists.index(0)"),
     # Waits that are missing.
     Planted(WIDE_V32, CONSUMERS, "    mbarrier.wait(shared.full[0].index(stage), tile // STAGES & 1)\n", ""),
     Planted(WIDE_V4, CONSUMERS, "    mbarrier.wait(shared.p_empty, (tile & 1) ^ 1)\n", ""),

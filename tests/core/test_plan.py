@@ -54,8 +54,7 @@ def test_composed_step_runs_the_launches_of_its_parts() -> None:
     parts = [
         "quantize_indexer_query",
         "indexer_logits_paged",
-        "topk_candidates",
-        "select_slots",
+        "select_slots_cluster_sm90",
         "sparse_mla_sm90",
     ]
     assert [launch.name.removesuffix("_kernel") for launch in plan.launches][: len(parts)] == parts

@@ -370,7 +370,8 @@ def dsa_attention(
     indexer_cache_format: str | None = None,
     workspace_bytes: int = 536870912,
     batch_invariant: bool = False,
-    implementation: Literal["triton", "gluon", "gluon_sm100", "gluon_sm90", "reference"] | None = None,
+    implementation: Literal["triton", "gluon", "gluon_sm100", "gluon_sm90", "gluon_sm90_cluster", "reference"]
+    | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """DeepSeek sparse attention of one layer over its paged caches: indexer, top-k, slots, attention.
 
@@ -462,7 +463,8 @@ def dsa_step(
     scale_floor: str = "scale",
     workspace_bytes: int = 536870912,
     batch_invariant: bool = False,
-    implementation: Literal["triton", "gluon", "gluon_sm100", "gluon_sm90", "reference"] | None = None,
+    implementation: Literal["triton", "gluon", "gluon_sm100", "gluon_sm90", "gluon_sm90_cluster", "reference"]
+    | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]: ...
 @overload
 def dsa_step(
@@ -488,7 +490,8 @@ def dsa_step(
     scale_floor: str = "scale",
     workspace_bytes: int = 536870912,
     batch_invariant: bool = False,
-    implementation: Literal["triton", "gluon", "gluon_sm100", "gluon_sm90", "reference"] | None = None,
+    implementation: Literal["triton", "gluon", "gluon_sm100", "gluon_sm90", "gluon_sm90_cluster", "reference"]
+    | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]: ...
 @overload
 def dsa_step(
@@ -514,7 +517,8 @@ def dsa_step(
     scale_floor: str = "scale",
     workspace_bytes: int = 536870912,
     batch_invariant: bool = False,
-    implementation: Literal["triton", "gluon", "gluon_sm100", "gluon_sm90", "reference"] | None = None,
+    implementation: Literal["triton", "gluon", "gluon_sm100", "gluon_sm90", "gluon_sm90_cluster", "reference"]
+    | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]: ...
 @overload
 def dsa_step(
@@ -540,7 +544,8 @@ def dsa_step(
     scale_floor: str = "scale",
     workspace_bytes: int = 536870912,
     batch_invariant: bool = False,
-    implementation: Literal["triton", "gluon", "gluon_sm100", "gluon_sm90", "reference"] | None = None,
+    implementation: Literal["triton", "gluon", "gluon_sm100", "gluon_sm90", "gluon_sm90_cluster", "reference"]
+    | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]: ...
 def dsa_step(
     latent: jax.Array | np.ndarray,
@@ -565,7 +570,8 @@ def dsa_step(
     scale_floor: str = "scale",
     workspace_bytes: int = 536870912,
     batch_invariant: bool = False,
-    implementation: Literal["triton", "gluon", "gluon_sm100", "gluon_sm90", "reference"] | None = None,
+    implementation: Literal["triton", "gluon", "gluon_sm100", "gluon_sm90", "gluon_sm90_cluster", "reference"]
+    | None = None,
 ) -> (
     tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
     | tuple[jax.Array, jax.Array, jax.Array, jax.Array]
@@ -1303,7 +1309,7 @@ def indexer_topk(
     *,
     k: int,
     workspace_bytes: int = 536870912,
-    implementation: Literal["gluon", "triton", "gluon_sm90", "reference"] | None = None,
+    implementation: Literal["gluon", "triton", "gluon_sm90", "gluon_sm90_cluster", "reference"] | None = None,
 ) -> jax.Array:
     """The k keys of each token with the largest indexer logits, in bounded memory (prefill).
 
@@ -1353,7 +1359,8 @@ def indexer_topk_paged(
     k: int,
     workspace_bytes: int = 536870912,
     cache_format: str | None = None,
-    implementation: Literal["gluon", "gluon_sm100", "triton", "gluon_sm90", "reference"] | None = None,
+    implementation: Literal["gluon", "gluon_sm100", "triton", "gluon_sm90", "gluon_sm90_cluster", "reference"]
+    | None = None,
 ) -> jax.Array:
     """The k keys of each token with the largest logits over the paged indexer cache, in bounded memory (decode).
 
@@ -1903,7 +1910,7 @@ def select_topk(
     starts: jax.Array | np.ndarray | None = None,
     *,
     k: int,
-    implementation: Literal["triton", "gluon_sm90", "reference"] | None = None,
+    implementation: Literal["triton", "gluon_sm90", "gluon_sm90_cluster", "reference"] | None = None,
 ) -> jax.Array:
     """The k largest logits of each row's range, exactly and deterministically.
 
@@ -1936,6 +1943,8 @@ def select_topk(
         triton: rows of at most k columns.
         gluon_sm90: compute capability 9.0; Triton 3.9 or newer; at most 131072 columns; a k of at most 2048; more rows
             than SMs, 8 times as many over 65536 columns.
+        gluon_sm90_cluster: compute capability 9.0; Triton 3.9 or newer; a k of at most 2048; at most 131072 columns; at
+            most 16 rows, 8 of more than 65536 columns.
         triton: every call.
     """
     return _select_topk([logits, ends, starts], (k,), implementation)

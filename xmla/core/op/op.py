@@ -247,8 +247,12 @@ class Op:
         return problem
 
     def choose(self, problem: Problem, device: Device) -> tuple[Implementation, Choice]:
-        """Which implementation serves the call, and why; of a composed op those asked for are its steps'."""
-        return choose(self.implementations, problem, device, None if self.steps else problem.implementation)
+        """Which implementation serves the call, and why.
+
+        Those asked for of a composed op are its steps', of which each takes the names that are its own.
+        """
+        asked = problem.implementation if problem.implementation in self.choices and not self.steps else None
+        return choose(self.implementations, problem, device, asked)
 
     def plan(self, problem: Problem, device: Device) -> Plan:
         implementation, choice = self.choose(problem, device)

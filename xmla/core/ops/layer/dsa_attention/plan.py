@@ -4,7 +4,9 @@ from xmla.core.call import Problem
 from xmla.core.op import Composition, same_names
 from xmla.core.ops.attention import sparse_mla
 from xmla.core.ops.indexer import indexer_topk_paged, quantize_indexer_query
+from xmla.core.ops.layer.dsa_attention.gluon_sm90.kernel import select_slots_cluster_sm90_kernel
 from xmla.core.ops.layer.dsa_attention.kernels import select_slots_kernel, whole_slots_kernel
+from xmla.core.ops.selection.select_topk.gluon_sm90_cluster.kernel import topk_cluster_sm90_kernel
 from xmla.core.ops.selection.select_topk.kernels import topk_select_kernel, topk_whole_kernel
 from xmla.core.ops.slots import map_slots
 from xmla.core.ops.slots.map_slots.kernels import map_slots_kernel
@@ -60,6 +62,11 @@ def map_few(select: Launch, mapping: Launch) -> Launch | None:
     return map_selected(select, mapping, select_slots_kernel) if select.constants["PIECE"] else None
 
 
+def map_cluster(select: Launch, mapping: Launch) -> Launch:
+    """Clusters that select a row also map it: it has no more than `MOST` columns, which are one step of the mapping."""
+    return map_selected(select, mapping, select_slots_cluster_sm90_kernel)
+
+
 def map_selected(select: Launch, mapping: Launch, kernel: Kernel) -> Launch:
     """A launch of `kernel`, whose programs select as those of `select` and then map the row.
 
@@ -94,4 +101,5 @@ def map_selected(select: Launch, mapping: Launch, kernel: Kernel) -> Launch:
 FUSIONS = (
     Fusion(topk_whole_kernel, map_slots_kernel, map_whole),
     Fusion(topk_select_kernel, map_slots_kernel, map_few),
+    Fusion(topk_cluster_sm90_kernel, map_slots_kernel, map_cluster),
 )

@@ -4,6 +4,7 @@ from typing import Any
 
 from xmla.core.call import Problem
 from xmla.core.ops.selection.select_topk.gluon_sm90.plan import IMPLEMENTATION as GLUON_ROWS
+from xmla.core.ops.selection.select_topk.gluon_sm90_cluster.plan import IMPLEMENTATION as GLUON_CLUSTERS
 from xmla.core.ops.selection.select_topk.kernels import (
     topk_candidates_kernel,
     topk_select_kernel,
@@ -257,6 +258,7 @@ def _longer(problem: Problem, _: Device) -> str | None:
 IMPLEMENTATIONS = (
     Implementation("whole_rows", plan_whole, (Condition("rows of at most k columns", _longer),)),
     GLUON_ROWS,
+    GLUON_CLUSTERS,
     Implementation("triton", plan),
 )
 

@@ -1,0 +1,1 @@
+"""Selection and mapping of few rows on Hopper, in Gluon."""

@@ -1,0 +1,1 @@
+"""Selection of few rows on Hopper by clusters of CTAs, in Gluon."""

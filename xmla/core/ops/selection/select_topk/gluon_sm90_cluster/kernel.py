@@ -1,0 +1,300 @@
+"""Exact top-k of few rows in one launch for Hopper: a row is in the registers of a cluster of 8 CTAs.
+
+One program of this kernel is a cluster: an array of shared memory is divided among its CTAs by `cga_layout`, and a load
+in another division reads other CTAs' parts, once all have met at a barrier of the cluster. A row is read once:
+
+    tile t of CTA c: columns (8 t + c) · WIDTH on ─→ order keys in registers
+    each CTA: the k/8-th largest of maxima of groups ─→ bounds[c] ─┐ the least of them: at least k keys reach it
+    ── all read bounds ────────────────────────────────────────────┘
+    interval [bound, greatest] of the k-th ─→ histogram of 2048 bins ─→ each CTA adds an eighth of the bins of all ─→
+      the bin of the k-th, which is the next interval: until all of it are chosen, or it is one key (at most three)
+    a bit a column ─→ counts[tile] ─→ the number of chosen columns before each ─→ indices, by column
+
+What is equal to the k-th is chosen by column, so no result depends on the order of atomic additions, and no row takes
+much longer than another: NaN, of which all have one key, is like any other value.
+"""
+
+from xmla.core.lang.gluon import add, gl, gluon
+from xmla.core.lang.launches import gluon_let_next_start as let_next_start
+from xmla.core.lang.launches import gluon_wait_for_earlier as wait_for_earlier
+from xmla.core.lang.offsets import gluon_offset_of as offset_of
+from xmla.core.ops.selection.select_topk.gluon_sm90.kernel import bits_of, row_range
+
+CTAS = gl.constexpr(8)  # of a cluster; more are not portable
+WARPS = gl.constexpr(8)  # of a CTA
+THREADS = gl.constexpr(32 * 8)
+WIDTH = gl.constexpr(4 * 32 * 8)  # columns of a tile of a CTA
+COLUMNS_OF_TILES = gl.constexpr(CTAS.value * WIDTH.value)  # of a tile of each
+GROUPS = gl.constexpr(2)  # of a thread, whose maxima bound the k-th
+MOST = gl.constexpr(2048)  # k: a CTA's share of it is half of its groups
+BINS = gl.constexpr(2048)
+LEVELS = gl.constexpr(3)  # intervals of 11 bits each
+BINS_OF_CTA = gl.constexpr(1024)  # by which a CTA searches its bound
+KEY_OF_NAN = gl.constexpr(-0x7FFFFFFF)  # below all numbers
+
+
+@gluon.constexpr_function
+def in_cluster(size, warps, axis=0):
+    """Registers of a tensor of which each CTA has a part along an axis."""
+    rank = len(size)
+    lanes = [1] * (rank - 1) + [32]
+    return gl.BlockedLayout(size, lanes, warps, list(range(rank))[::-1], cga_layout=divided(rank, axis))
+
+
+@gluon.constexpr_function
+def divided(rank, axis):
+    return [[part if each == axis else 0 for each in range(rank)] for part in (1, 2, 4)]
+
+
+@gluon.constexpr_function
+def in_each(size):
+    """Registers of a vector that each CTA has whole."""
+    return gl.BlockedLayout([size], [32], [WARPS.value], [0], cga_layout=[[0], [0], [0]])
+
+
+PART = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0], cga_layout=[[1, 0], [2, 0], [4, 0]]))
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0], cga_layout=[[1], [2], [4]]))
+X3 = gl.constexpr(in_cluster([1, 1, 4], [1, 1, WARPS.value]))
+ROWS = gl.constexpr(in_cluster([1, 4], [1, WARPS.value]))
+COLUMNS = gl.constexpr(in_cluster([CTAS.value, 1], [1, WARPS.value], 1))
+SPREAD = gl.constexpr(in_cluster([1], [WARPS.value]))
+ONE = gl.constexpr(in_each(1))
+ALL = gl.constexpr(in_each(4))
+
+
+@gluon.jit
+def order_key(x):
+    """float32 → int32 in the same order; −0 equals +0, NaN is below −inf."""
+    bits = (x + 0.0).to(gl.int32, bitcast=True)
+    return gl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), KEY_OF_NAN)
+
+
+@gluon.jit
+def leading_zeros(x):
+    return gl.inline_asm_elementwise("clz.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def shift_of(width):
+    """The least shift that leaves less than BINS of an unsigned width."""
+    return gl.maximum(21 - leading_zeros(width), 0).to(gl.uint32)
+
+
+@gluon.jit
+def between(x, AXIS: gl.constexpr):
+    """A vector as a tensor of three axes, of which it is one."""
+    for axis in gl.static_range(3):
+        if axis != AXIS:
+            x = gl.expand_dims(x, axis)
+    return x
+
+
+@gluon.jit
+def places(size: gl.constexpr, AXIS: gl.constexpr, LAYOUT: gl.constexpr):
+    """The numbers of a tensor's places along one of its three axes."""
+    if AXIS == 0:
+        part: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))
+    elif AXIS == 1:
+        part: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))
+    else:
+        part: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT))
+    return between(gl.arange(0, size, layout=part), AXIS)
+
+
+@gluon.jit
+def along_last(size: gl.constexpr, LAYOUT: gl.constexpr):
+    """The numbers of a tensor's places along the last of its four axes."""
+    x = gl.arange(0, size, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
+    return gl.expand_dims(gl.expand_dims(gl.expand_dims(x, 0), 1), 2)
+
+
+@gluon.jit
+def find(counts, k, AXIS: gl.constexpr, LAYOUT: gl.constexpr):
+    """The bin of the k-th, the number in bins before it, and the number in it, in one word."""
+    upto = gl.associative_scan(counts, AXIS, add)
+    bin = gl.arange(0, counts.shape[AXIS], layout=LAYOUT)
+    if AXIS == 1:
+        bin = gl.expand_dims(bin, 0)
+    word = (bin.to(gl.int64) << 36) | ((upto - counts).to(gl.int64) << 18) | counts.to(gl.int64)
+    return gl.max(gl.where((upto >= k) & (upto - counts < k), word, 0), AXIS)
+
+
+@gluon.jit
+def load_row(row_ptr, length, TILES: gl.constexpr, UNIT: gl.constexpr):
+    """Order keys [CTAS, TILES, WIDTH]; absent columns are as NaN, after all that are there."""
+    tile = places(TILES, 1, X3) * CTAS + places(CTAS, 0, X3)
+    column = tile * WIDTH + places(WIDTH, 2, X3)
+    if UNIT >= 4:
+        # A mask of four columns alike makes one load of them; the last ones, of less than four, are loaded behind it.
+        four = tile * WIDTH + places(WIDTH, 2, X3) // 4 * 4
+        x = gl.load(row_ptr + column, mask=four + 4 <= length, other=float("nan")).to(gl.float32)
+        if length % 4 != 0:
+            last = gl.load(row_ptr + column, mask=(four + 4 > length) & (column < length), other=float("nan"))
+            x = gl.where(four + 4 <= length, x, last.to(gl.float32))
+    else:
+        x = gl.load(row_ptr + column, mask=column < length, other=float("nan")).to(gl.float32)
+    return order_key(x)
+
+
+@gluon.jit
+def bound_of_cta(keys, k, few, TILES: gl.constexpr):
+    """A key that a share of k of a CTA's own reach, and its greatest, of each."""
+    groups = gl.max(gl.max(gl.reshape(keys, [CTAS, GROUPS, TILES // GROUPS, THREADS, 4]), 4), 2)
+    groups = gl.reshape(groups, [CTAS, GROUPS * THREADS])
+    G: gl.constexpr = groups.type.layout
+    top = gl.max(groups, 1)
+    spread = (top - gl.min(groups, 1)).to(gl.uint32, bitcast=True)
+    shift = shift_of(spread) + 1
+    top_g = gl.expand_dims(gl.convert_layout(top, gl.SliceLayout(1, G)), 1)
+    shift_g = gl.expand_dims(gl.convert_layout(shift, gl.SliceLayout(1, G)), 1)
+    bin = ((top_g - groups).to(gl.uint32, bitcast=True) >> shift_g).to(gl.int32)
+    few.atomic_scatter_add(gl.full([CTAS, GROUPS * THREADS], 1, gl.int32, G), bin, 1)
+    word = find(few.load(ROWS), (k + CTAS - 1) // CTAS, 1, gl.SliceLayout(0, ROWS))
+    top = gl.convert_layout(top, gl.SliceLayout(1, ROWS))
+    shift = gl.convert_layout(shift, gl.SliceLayout(1, ROWS))
+    # The bin's least key, but no less than there are: 2**32 keys below the greatest would wrap.
+    down = (((word >> 36) + 1).to(gl.uint32) << shift) - 1
+    down = gl.minimum(down, (top - KEY_OF_NAN).to(gl.uint32, bitcast=True))
+    return top - down.to(gl.int32, bitcast=True), top
+
+
+@gluon.jit
+def choose(row_ptr, length, k, out, TILES: gl.constexpr, UNIT: gl.constexpr):
+    """Write the columns of the k largest of a row's elements, more than k and no more than the tiles hold."""
+    hists = gl.allocate_shared_memory(gl.int32, [LEVELS, CTAS, BINS], PART)
+    total = gl.allocate_shared_memory(gl.int32, [BINS], FLAT)
+    few = gl.allocate_shared_memory(gl.int32, [CTAS, BINS_OF_CTA], PART)
+    bounds = gl.allocate_shared_memory(gl.int32, [CTAS], FLAT)
+    tops = gl.allocate_shared_memory(gl.int32, [CTAS], FLAT)
+    counts = gl.allocate_shared_memory(gl.int32, [CTAS * TILES], FLAT)
+    for level in gl.static_range(LEVELS):
+        hists.index(level).store(gl.zeros([CTAS, BINS], gl.int32, ROWS))
+    few.store(gl.zeros([CTAS, BINS_OF_CTA], gl.int32, ROWS))
+    keys = load_row(row_ptr, length, TILES, UNIT)
+    bound, top = bound_of_cta(keys, k, few, TILES)
+    bounds.store(bound)
+    tops.store(top)
+    gl.barrier(cluster=True)
+    low = gl.min(bounds.load(ONE), 0)
+    high = gl.max(tops.load(ONE), 0)
+
+    # The interval [high − width, high] of the k-th is narrowed until all of it are chosen, or it is one key.
+    keys = gl.reshape(keys, [CTAS, TILES * WIDTH])
+    K: gl.constexpr = keys.type.layout
+    width = (high - low).to(gl.uint32, bitcast=True)
+    shift = shift_of(width)
+    need = k  # of those in the interval
+    inside = k + 1
+    level = 0
+    while (inside > need) & (level < LEVELS):
+        hist = hists.index(level)
+        down = (high - keys).to(gl.uint32, bitcast=True)
+        hist.atomic_scatter_add(
+            gl.full([CTAS, TILES * WIDTH], 1, gl.int32, K), (down >> shift).to(gl.int32), 1, down <= width
+        )
+        gl.barrier(cluster=True)
+        total.store(gl.sum(hist.load(COLUMNS), 0))
+        gl.barrier(cluster=True)
+        found = find(total.load(ALL), need, 0, ALL)
+        high -= ((found >> 36).to(gl.uint32) << shift).to(gl.int32, bitcast=True)
+        need -= (found >> 18).to(gl.int32) & 0x3FFFF
+        inside = found.to(gl.int32) & 0x3FFFF
+        width = (gl.to_tensor(1).to(gl.uint32) << shift) - 1
+        level = gl.where(shift == 0, LEVELS, level + 1)
+        shift = gl.maximum(shift.to(gl.int32) - 11, 0).to(gl.uint32)
+    write(keys, high, width, need, out, counts, (hists, total, bounds, tops), TILES)
+
+
+@gluon.jit
+def write(keys, high, width, need, out, counts, read, TILES: gl.constexpr):
+    """Write the columns of keys above an interval, and of the first `need` in it.
+
+    Other CTAs may not have ended to read what was `read` before: nothing may take its place until all have met again.
+    """
+    PARTS: gl.constexpr = min(TILES, 8)  # of four columns, in a word
+    WORDS: gl.constexpr = THREADS // PARTS
+    HELD: gl.constexpr = TILES // PARTS  # words of a thread
+    # A bit a column, then words of adjacent columns.
+    over = (keys > high).to(gl.int32)
+    tied = ((high - keys).to(gl.uint32, bitcast=True) <= width).to(gl.int32)
+    flags = gl.reshape(over | (tied << 16), [CTAS, TILES, THREADS, 4])
+    bits = gl.sum(flags << along_last(4, flags.type.layout), 3)
+    bits = (bits | (bits >> 12)).to(gl.uint8)  # [CTAS, TILES, THREADS]
+    W3: gl.constexpr = in_cluster([1, HELD, PARTS], [1, PARTS, WARPS // PARTS])
+    bits = gl.reshape(gl.convert_layout(bits, W3), [CTAS, TILES, WORDS, PARTS]).to(gl.uint32)
+    part = along_last(PARTS, bits.type.layout).to(gl.uint32) * 4
+    B3: gl.constexpr = in_cluster([1, HELD, 1], [1, PARTS, WARPS // PARTS])
+    over_bits = gl.convert_layout(gl.sum((bits & 15) << part, 3), B3, assert_trivial=True)
+    tied_bits = gl.convert_layout(gl.sum((bits >> 4) << part, 3), B3, assert_trivial=True)
+
+    # How many there are before each word: in its tile, and in the tiles of all CTAs before that.
+    many = bits_of(over_bits) | (bits_of(tied_bits) << 12)
+    upto = gl.associative_scan(many, 2, add)
+    both = over_bits | tied_bits
+    counts.store(gl.reshape(gl.sum(many, 2) | (gl.max(bits_of(both), 2) << 24), [CTAS * TILES]))
+    gl.barrier(cluster=True)
+    for each in gl.static_range(4):
+        read[each]._keep_alive()
+    P3: gl.constexpr = in_cluster([1, HELD, max(1, CTAS * TILES // 32)], [1, PARTS, WARPS // PARTS])
+    POSTED: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, P3))
+    posted = counts.load(POSTED)
+    place = gl.arange(0, CTAS * TILES, layout=POSTED)
+    order = between(place % TILES * CTAS + place // TILES, 2)
+    earlier = order < places(TILES, 1, P3) * CTAS + places(CTAS, 0, P3)
+    of_tiles = gl.where(earlier, between(posted, 2), 0)
+    over_before = gl.sum(of_tiles & 0xFFF, 2)
+    tied_before = gl.sum((of_tiles >> 12) & 0xFFF, 2)
+    over_before = gl.expand_dims(gl.convert_layout(over_before, gl.SliceLayout(2, B3)), 2) + ((upto - many) & 0xFFF)
+    tied_before = gl.expand_dims(gl.convert_layout(tied_before, gl.SliceLayout(2, B3)), 2) + ((upto - many) >> 12)
+
+    tile = places(TILES, 1, B3) * CTAS + places(CTAS, 0, B3)
+    first = tile * WIDTH + places(WORDS, 2, B3) * (4 * PARTS)
+    place = over_before + gl.minimum(tied_before, need)
+    left = need - tied_before
+    for _ in range(gl.max(posted >> 24, 0)):  # words have no more bits
+        rest = both & (both - 1)
+        lowest = both ^ rest
+        equal = (tied_bits & lowest) != 0
+        chosen = (lowest != 0) & ((left > 0) | ((over_bits & lowest) != 0))
+        gl.store(out + place, first + 31 - leading_zeros(lowest), mask=chosen)
+        place += chosen.to(gl.int32)
+        left -= equal.to(gl.int32)
+        both = rest
+    counts._keep_alive()
+
+
+@gluon.jit
+def select_row(logits_ptr, starts_ptr, ends_ptr, first_row, num_columns, row_stride, k, indices_ptr, C: gl.constexpr):
+    """Write the k largest of the row of this program, a cluster; parameters as in the kernel below."""
+    TILES: gl.constexpr = C.TILES
+    gl.static_assert(TILES % GROUPS == 0 and (TILES <= 8 or TILES == 16), "tiles are of two groups, and of words of 8")
+    row = gl.program_id(0).to(gl.int64)
+    start, length = row_range(starts_ptr, ends_ptr, first_row + row, num_columns, C.HAS_STARTS)
+    out = indices_ptr + offset_of(first_row + row, k)
+    if length <= k:
+        for base in range(0, k, CTAS * THREADS):
+            column = base + gl.arange(0, CTAS * THREADS, layout=SPREAD)
+            gl.store(out + column, gl.where(column < length, column, -1), mask=column < k)
+    else:
+        row_ptr = logits_ptr + offset_of(row, row_stride // C.UNIT * C.UNIT) + start
+        if length <= COLUMNS_OF_TILES * (TILES // 4) and TILES // 4 >= GROUPS:
+            choose(row_ptr, length, k, out, max(TILES // 4, GROUPS), C.UNIT)
+        else:
+            choose(row_ptr, length, k, out, TILES, C.UNIT)
+
+
+@gluon.jit
+def topk_cluster_sm90_kernel(
+    logits_ptr,  # [T, N] f32 | bf16
+    starts_ptr,  # [T] i32 if HAS_STARTS
+    ends_ptr,  # [T] i32
+    first_row,  # of those of logits
+    num_columns,
+    row_stride,
+    k,
+    indices_ptr,  # [T, K] i32
+    C: gl.constexpr,  # Cluster
+):
+    let_next_start(C.OVERLAP_LIMIT)
+    wait_for_earlier(C.OVERLAP_LIMIT)
+    select_row(logits_ptr, starts_ptr, ends_ptr, first_row, num_columns, row_stride, k, indices_ptr, C)
