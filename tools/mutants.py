@@ -266,7 +266,7 @@ MUTANTS = (
     Mutant("if spec.dtype not in tensor.dtypes and not exact:", "if False:", "xmla/core/op/op.py",
            "test_8_wrong_arguments.py"),
     Mutant("ok &= tl.load(positions_ptr + row, mask=ok, other=-1) == position - before", "",
-           f"{OPS}/training/compress_rows/kernels.py", "../test_compressor_training.py", "do_not_see"),
+           f"{OPS}/training/compress_rows/kernels.py", "../test_ops.py", "compress_rows"),
     Mutant("ok &= (end - position == ahead) & completes", "ok &= completes",
            f"{OPS}/training/compress_rows/backward/kernels.py", "../test_ops.py", "compress_rows_backward"),
     Mutant("if layout.packed and not problem.has(rows):", "if False:",
