@@ -1,5 +1,6 @@
 """What `xmla bench` compares its cases with before it times them, where no peer is installed."""
 
+import gc
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from xmla import interop, torch_api
 from xmla.bench import (
     baselines,
     cases,
+    host,
     problems,
     run,
     timing,
@@ -417,3 +419,13 @@ def test_evidence_has_the_exit_status_of_each_part(tmp_path: Path) -> None:
         (0, ["all passed in . by PYTHON"], "a commit"),
         (3, [], "a commit"),
     ]
+
+
+def test_collections_of_garbage_are_timed() -> None:
+    with host.collections() as pauses:
+        gc.collect()
+        gc.collect()
+    callbacks = len(gc.callbacks)
+    with host.collections():
+        assert len(gc.callbacks) == callbacks + 1
+    assert len(gc.callbacks) == callbacks and len(pauses) == 2 and all(0 < pause < 60 for pause in pauses)

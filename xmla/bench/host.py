@@ -3,7 +3,8 @@
 import gc
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -85,6 +86,24 @@ def of_new_sizes() -> dict[str, Callable[[random.Random], tuple[tuple[torch.Tens
     }  # fmt: skip
 
 
+@contextmanager
+def collections() -> Iterator[list[float]]:
+    """The seconds of each collection of garbage inside."""
+    pauses: list[float] = []
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        if phase == "start":
+            pauses.append(time.perf_counter())
+        else:
+            pauses[-1] = time.perf_counter() - pauses[-1]
+
+    gc.callbacks.append(note)
+    try:
+        yield pauses
+    finally:
+        gc.callbacks.remove(note)
+
+
 def new_size_line(name: str, make: Callable[[random.Random], Any]) -> dict[str, Any]:
     """Calls of ever new sizes: how long the median and the slowest take, and what garbage collection sees of them."""
     function, source = getattr(torch_api, name), random.Random(0)
@@ -96,25 +115,24 @@ def new_size_line(name: str, make: Callable[[random.Random], Any]) -> dict[str, 
         function(*tensors, **attrs)
         return time.perf_counter() - start
 
-    def collection() -> float:
-        start = time.perf_counter()
-        gc.collect()
-        return time.perf_counter() - start
-
     _run.call_cache.clear()
     for _ in range(WARM_UP):
         seconds()
-    collection()
-    objects = len(gc.get_objects())
-    times = sorted(1e6 * seconds() for _ in range(CALLS))
-    collection()
-    objects, kept = len(gc.get_objects()) - objects, collection()
+    gc.collect()
+    gc.freeze()  # collections then look at what these calls make alone, not at all that the process has
+    with collections() as pauses:
+        objects = len(gc.get_objects())
+        times = sorted(1e6 * seconds() for _ in range(CALLS))
+        gc.collect()
+        objects = len(gc.get_objects()) - objects
+    gc.unfreeze()
+    families = sum(map(len, _run.call_cache.families.values()))
     _run.call_cache.clear()
-    collection()
     return {
         "op": name, "case": "host time of an eager torch call of new sizes", "host_us": round(times[CALLS // 2], 2),
         "host_us_of_99.9_percent": round(times[-1 - CALLS // 1000], 2),
-        "objects_a_size": round(objects / CALLS, 2), "collection_ms": round(1e3 * (kept - collection()), 2),
+        "objects_a_size": round(objects / CALLS, 2), "longest_collection_ms": round(1e3 * max(pauses), 2),
+        "families": families,
     }  # fmt: skip
 
 
