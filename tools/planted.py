@@ -44,7 +44,11 @@ class Planted:
     survive: int
 
 
-FILES = (Planted("xmla/jax_api/_batching.py", "tests/test_jax_transforms.py -k vmap", 5),)
+FILES = (
+    Planted("xmla/jax_api/_batching.py", "tests/test_jax_transforms.py -k vmap", 5),
+    # cdiv's way for numbers is the shorter one alone: two faults send them the longer way.
+    Planted("xmla/core/values/integers.py", "tests/core/test_template.py -k 'numbers or python_would'", 2),
+)
 
 
 def configuration(planted: Planted) -> str:
