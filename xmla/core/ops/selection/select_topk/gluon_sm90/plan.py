@@ -5,7 +5,7 @@ from xmla.core.lang.gluon import gl
 from xmla.core.ops.selection.select_topk.gluon_sm90.kernel import WARPS, topk_rows_sm90_kernel
 from xmla.core.ops.selection.select_topk.sample import Sample
 from xmla.core.plan import Condition, Constants, Implementation, Launch, Plan
-from xmla.core.values import Device, next_power_of_2
+from xmla.core.values import Device, arithmetic, larger, next_power_of_2
 
 MAX_K = 2048  # of which a sample leaves at most 4096 candidates, 16 of each thread, at up to MAX_COLUMNS
 MAX_COLUMNS = 131072  # a bit each, and their counts, in the shared memory of three programs an SM
@@ -50,7 +50,7 @@ def plan(problem: Problem, device: Device) -> Plan:
                 HAS_STARTS=problem.has("starts"),
                 ALIGNED=logits.alignment == 16,
                 CAPACITY=sample.capacity,
-                WORDS=max(1024, next_power_of_2(columns) // 32),
+                WORDS=larger(1024, next_power_of_2(columns) // 32),
                 LANES=sample.lanes,
                 STEP=sample.step,
                 OVERLAP_LIMIT=device.overlap_limit,
@@ -81,8 +81,13 @@ def _many_of_a_row(problem: Problem, _: Device) -> str | None:
 
 def _few(problem: Problem, device: Device) -> str | None:
     rows, columns = problem["T"], problem["N"]
-    fewest = device.num_sms * (1 if columns <= SHORT_COLUMNS else ROUNDS)
-    return None if rows > fewest else f"with {rows} rows of {columns} columns on {device.num_sms} SMs"
+    many = are_many(rows, columns, device.num_sms)
+    return None if many else f"with {rows} rows of {columns} columns on {device.num_sms} SMs"
+
+
+@arithmetic
+def are_many(rows: int, columns: int, num_sms: int) -> bool:
+    return rows > num_sms * (1 if columns <= SHORT_COLUMNS else ROUNDS)
 
 
 IMPLEMENTATION = Implementation(
