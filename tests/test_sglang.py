@@ -287,7 +287,7 @@ def test_warmup_of_selections(sizes: warmup.Sizes, heads: int, device: Device) -
     for make in (prefill, decode, select, select_all):
         missing = unlisted(device, found, make)
         assert not missing, missing[0]
-    assert len(found) < 150
+    assert len(found) < 160
 
 
 @PLANNED

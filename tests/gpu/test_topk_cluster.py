@@ -43,7 +43,7 @@ def kinds(columns: int) -> torch.Tensor:
     nan[::100], outliers[:10] = 1, 1e20
     infinite[5], infinite[7], infinite[11] = torch.inf, -torch.inf, torch.nan
     sparse = torch.where(place % 4 == 0, 5.0, normal() - 100)
-    sparse[7 * 1024] = 2.0000002
+    sparse[7 * columns // 8] = 2.0000002
     return torch.stack([
         normal(), normal() + 100, torch.rand_like(nan), torch.ones_like(nan), place / columns, -place / columns,
         normal().round(), nan, infinite, torch.where(normal() < 0, 0.0, -0.0), normal() * 1e-40, outliers,

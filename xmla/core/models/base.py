@@ -295,7 +295,7 @@ class Model(ABC):
             return (call.with_pages(pages) for call in self.attention(tokens))
 
         def attention_of_prefills(tokens: int, pages: int) -> Iterable[Call]:
-            return (call.with_unaligned() for call in attention(tokens, pages))
+            return (call.with_pages(pages).with_unaligned() for call in self.attention(tokens, prefill=True))
 
         def places(page: int) -> Iterable[Call]:
             return (call.with_unaligned() for call in place(page))
@@ -337,8 +337,11 @@ class Model(ABC):
         for spec in self.caches().values():
             yield spec.shape[1], spec.shape[1]
 
-    def attention(self, tokens: int) -> Iterator[Call]:
-        """The calls of attention alone, of so many tokens, whose plans follow each number of them, and the pool."""
+    def attention(self, tokens: int, *, prefill: bool = False) -> Iterator[Call]:
+        """The calls of attention alone, of so many tokens, whose plans follow each number of them, and the pool.
+
+        Those of a decode, which a caller may make of a prefill's tokens too, and with `prefill` those of a prefill.
+        """
         longest = max(self.max_lens)
-        steps = (*self.decode(1, tokens, longest), *self.prefill(tokens, longest))
+        steps = (*self.decode(1, tokens, longest), *(self.prefill(tokens, longest) if prefill else ()))
         return (call for call in steps if call.op == "sparse_mla")

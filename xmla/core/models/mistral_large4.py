@@ -69,3 +69,8 @@ class ModelConfigMistralLarge4(Model):
         """A prefill step of `tokens`."""
         for kind in self.kinds:
             yield from kind.prefill(tokens, max_len)
+
+    def attention(self, tokens: int, *, prefill: bool = False) -> Iterator[Call]:
+        """The calls of attention alone of both kinds of layers."""
+        for kind in self.kinds:
+            yield from kind.attention(tokens, prefill=prefill)

@@ -205,7 +205,18 @@ class ModelConfig(Model):
         slots = Spec((tokens, self.k), "int32")
         mapped = {"indices": slots, "block_table": self.table(1, keys), "request_ids": rows}
         yield Call("map_slots", mapped, {"page_size": self.page_size})
-        attended = {"q": queries["q"], "cache": caches["mla_cache"], "slots": slots}
+        yield self.attended(tokens)
+
+    def attention(self, tokens: int, *, prefill: bool = False) -> Iterator[Call]:
+        """As every model's; that of a decode is a part of `dsa_attention`, which gives its lengths."""
+        if self.ranks == 1:
+            yield self.attended(tokens, lengths=Spec((tokens,), "int32"))
+        yield from Model.attention(self, tokens, prefill=prefill)
+
+    def attended(self, tokens: int, **more: Spec) -> Call:
+        """The call of attention over slots."""
+        specs = {"q": self.queries(tokens)["q"], "cache": self.caches()["mla_cache"], **more}
+        specs["slots"] = Spec((tokens, self.k), "int32")
         if self.sink:
-            attended["sink"] = Spec((self.heads,), "float32")
-        yield Call("sparse_mla", attended, {"softmax_scale": self.softmax_scale, "cache_format": self.cache_format})
+            specs["sink"] = Spec((self.heads,), "float32")
+        return Call("sparse_mla", specs, {"softmax_scale": self.softmax_scale, "cache_format": self.cache_format})
