@@ -432,7 +432,10 @@ def test_errors_are_one_line_and_exit_2(capsys: pytest.CaptureFixture[str], monk
         ),
         (["bench", "--op", "nothing"], "bench: no op nothing; there are sparse_mla, sparse_mla_backward, "),
         (["bench", "--framework", "torch,jaxx"], "bench: no framework jaxx; there are torch, jax"),
-        (["bench", "--implementation", "glue"], "bench: no implementation glue; there are gluon, gluon_sm100, triton"),
+        (
+            ["bench", "--implementation", "glue"],
+            "bench: no implementation glue; there are gluon, gluon_sm100, gluon_sm90, gluon_sm90_cluster, triton",
+        ),
     ):
         monkeypatch.setattr("sys.argv", ["xmla", *arguments])
         with pytest.raises(SystemExit) as ended:

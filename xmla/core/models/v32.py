@@ -208,7 +208,7 @@ class ModelConfig(Model):
         yield self.attended(tokens)
 
     def attention(self, tokens: int, *, prefill: bool = False) -> Iterator[Call]:
-        """As every model's; that of a decode is a part of `dsa_attention`, which gives its lengths."""
+        """The calls of attention alone; that of a decode is a part of `dsa_attention`, which gives its lengths."""
         if self.ranks == 1:
             yield self.attended(tokens, lengths=Spec((tokens,), "int32"))
         yield from Model.attention(self, tokens, prefill=prefill)

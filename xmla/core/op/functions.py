@@ -20,4 +20,7 @@ def op_function(op: Op, call: Callable[..., Any], keywords: Sequence[str]) -> An
     signature = inspect.Signature([*parameters, *(inspect.Parameter(name, kind, default=None) for name in keywords)])
     tensors, attrs = ", ".join(op.tensors), "".join(f"{attr.name}, " for attr in op.attrs)
     source = f"def {op.name}{signature}:\n    return _{op.name}([{tensors}], ({attrs}), {', '.join(keywords)})\n"
-    return exec_function(source, op.name, **{"__name__": __name__, f"_{op.name}": call})
+    function = exec_function(source, op.name, **{f"_{op.name}": call})
+    # Not a global `__name__`: before 2.15 torch.compile looks for globals in the module that it names.
+    function.__module__ = __name__
+    return function
