@@ -74,7 +74,7 @@ def reference(
     none = np.zeros((0, 0, 0))
     gradients = [(none, none)] * 2  # of a source's plain rows, and of those beside packed entries
     for place, source in enumerate(sources):
-        gradient = source.gradient.reshape(*source.cache.shape[:2], -1)
+        gradient = source.gradient.reshape(*source.cache.shape[:2], source.layout.dims)
         gradient[np.isnan(gradient).any(axis=-1)] = np.nan  # NaN of one dim is NaN of all
         gradients[place] = (none, gradient) if source.layout.packed else (gradient, none)
     (dcache, drows), (dextra_cache, dextra_rows) = gradients
