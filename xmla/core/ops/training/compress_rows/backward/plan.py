@@ -59,7 +59,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         launches.append(Launch(sum_weights_kernel, grid, ("dnorm_weight",), sizes, {"D": dims, **tile}))
     of_dims = Spec((tokens, dims), "float32")
     workspace = {"lse": of_dims, "pooled": of_dims, "dpooled": of_dims}
-    workspace["dweights"] = of_dims if has_norm else Spec((1,), "float32")
+    workspace["dweights"] = of_dims if has_norm else Spec((0,), "float32")
     return Plan(tuple(launches), {**workspace, **problem.results}, tuple(problem.results))
 
 
