@@ -19,6 +19,7 @@ from xmla.core.op import Case
 from xmla.core.ops.training.compress_rows.cases import CASES, make_case
 from xmla.core.registry import registry
 from xmla.core.values import cosine_difference
+from xmla.torch_api._all_ops import TORCH_OPS
 
 OPS = registry()
 ROWS, BACKWARD = OPS["compress_rows"], OPS["compress_rows_backward"]
@@ -115,6 +116,19 @@ def test_documents_do_not_see_each_other(given: dict[str, torch.Tensor]) -> None
         own = {n: t[part] if n in ("kv", "score", "positions") else t for n, t in given.items()}
         kit.assert_bits_equal("rows", torch_api.compress_rows(**own), rows[part])
         first += count
+
+
+@pytest.mark.parametrize(("documents", "ratio"), [(((0, 40),), 1), (((2, 1), (5, 1), (8, 1)), 3)])
+def test_a_token_alone_in_its_window_is_its_entry(documents: tuple, ratio: int, device: str) -> None:
+    """To the bit, so that no score has a gradient: not even of roundings, which would have any direction."""
+    inputs = kit.make(make_case(documents, ratio, 128, dtype=np.dtype(np.float32), norm=False))
+    arguments = dict(zip(ROWS.tensors, kit.torch_inputs(ROWS, inputs, device), strict=True))
+    rows = torch_api.compress_rows(**arguments)
+    kit.assert_bits_equal("rows", rows, inputs["kv"])
+    tensors = kit.torch_inputs(BACKWARD, inputs | {"drows": inputs["kv"]}, device)
+    dkv, dscore, dape, _ = TORCH_OPS.compress_rows_backward(*tensors)
+    kit.assert_bits_equal("dkv", dkv, inputs["kv"])
+    assert not dscore.any() and not dape.any()
 
 
 def of_one_document(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -113,6 +113,8 @@ SHIFTS = {
     "lses and sink": Shift("merge_attention", shift_argument("lses", "sink")),
     "scores of positions": Shift("compress_kv", shift_gates("score")),
     "gates": Shift("pool_keys", shift_gates("gates")),
+    "scores of rows": Shift("compress_rows", shift_argument("score")),
+    "derivative of rows": Shift("compress_rows_backward", shift_argument("score"), NEAR),
     "attention's scores": Shift("indexer_target", shift_rows, NEAR),
     "attention's scores in the loss": Shift("indexer_loss", shift_rows, NEAR),
     "indexer's scores": Shift("indexer_loss", shift_indexer, roundings=max(NEAR), overflowing=("dindex_q", "dindex_k")),

@@ -16,7 +16,11 @@ def completes(position, num_angles, C: tl.constexpr):
 
 @triton.jit
 def pool_window(kv_ptr, score_ptr, ape_ptr, positions_ptr, token, position, C: tl.constexpr):
-    """Σ softmax(score) · kv over the window of the entry that a token completes, and log2 Σ exp(score): [D] each."""
+    """Σ softmax(score) · kv over the window of the entry that a token completes, and log Σ exp(score): [D] each.
+
+    Of a token alone in its window they are its kv and its score to the bit, so that its score's gradient is 0: no
+    product is subtracted from, which a fused multiply-add would leave unrounded, and the quotient is rounded.
+    """
     WINDOW: tl.constexpr = C.WINDOW
     BLOCK_W: tl.constexpr = C.BLOCK_W
     offs_d = tl.arange(0, C.D)
@@ -36,15 +40,14 @@ def pool_window(kv_ptr, score_ptr, ape_ptr, positions_ptr, token, position, C: t
         kv = tl.load(kv_ptr + kv_row + dims, mask=mask, other=0.0).to(tl.float32)
         score = tl.load(score_ptr + score_row + dims, mask=mask, other=0.0).to(tl.float32)
         score += tl.load(ape_ptr + ape_row + dims, mask=mask, other=float("-inf"))
-        score *= LOG2E
         new_maximum = tl.maximum(maximum, tl.max(score, 0))
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        weight = tl.exp2(score - base[None, :])
-        rescale = tl.exp2(maximum - base)
+        weight = tl.exp2((score - base[None, :]) * LOG2E)
+        rescale = tl.exp2((maximum - base) * LOG2E)
         denominator = denominator * rescale + tl.sum(weight, 0)
         pooled = pooled * rescale + tl.sum(weight * kv, 0)
         maximum = new_maximum
-    return pooled / denominator, maximum + tl.log2(denominator)
+    return tl.math.div_rn(pooled, denominator), maximum + tl.log(denominator)
 
 
 @triton.jit

@@ -25,7 +25,7 @@ def differentiate_entries_kernel(
     norm_weight_ptr,  # [D] if C.HAS_NORM
     cos_sin_ptr,  # [S, E] if C.E
     num_angles,  # S
-    lse_ptr,  # [N, D] f32: log2 of the softmax's denominator; like the next two, of tokens that complete an entry
+    lse_ptr,  # [N, D] f32: log of the softmax's denominator; like the next two, of tokens that complete an entry
     pooled_ptr,  # [N, D] f32
     dpooled_ptr,  # [N, D] f32
     dweights_ptr,  # [N, D] f32 if C.HAS_NORM: a token's part of dnorm_weight
@@ -74,7 +74,7 @@ def differentiate(
     score = tl.load(score_ptr + offset_of(token[:, None], C.SCORE_STRIDE) + offs_c, mask=mask, other=0.0).to(tl.float32)
     score += tl.load(ape_ptr + offset_of(place[:, None], C.APE_STRIDE, C.RATIO) + offs_c, mask=mask, other=0.0)
     row = offset_of(last[:, None], C.D) + offs_c % C.D
-    weight = tl.exp2(score * LOG2E - tl.load(lse_ptr + row, mask=mask, other=0.0))
+    weight = tl.exp2((score - tl.load(lse_ptr + row, mask=mask, other=0.0)) * LOG2E)
     dkv = tl.where(mask, weight * tl.load(dpooled_ptr + row, mask=mask, other=0.0), 0.0)
     return dkv, tl.where(mask, dkv * (kv - tl.load(pooled_ptr + row, mask=mask, other=0.0)), 0.0)
 
