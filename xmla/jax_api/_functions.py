@@ -262,6 +262,8 @@ def compress_rows(
     Numerics: float32; `compress_kv` computes the same before it rounds, up to the order of a window's sum. Gradients
     are sums of float32 in one order, so that the same arguments give the same bits.
 
+    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
     Example:
         >>> kv, score, ape = jnp.ones((4, 32)), jnp.zeros((4, 32)), jnp.zeros((2, 32))
         >>> rows = xj.compress_rows(kv, score, ape, jnp.arange(4, dtype=jnp.int32), jnp.ones(32), eps=0.0)

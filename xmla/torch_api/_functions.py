@@ -189,6 +189,8 @@ def compress_rows(
     Numerics: float32; `compress_kv` computes the same before it rounds, up to the order of a window's sum. Gradients
     are sums of float32 in one order, so that the same arguments give the same bits.
 
+    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
     Example:
         >>> kv, score, ape = torch.ones((4, 32)), torch.zeros((4, 32)), torch.zeros((2, 32))
         >>> rows = xt.compress_rows(kv, score, ape, torch.arange(4, dtype=torch.int32), torch.ones(32), eps=0.0)

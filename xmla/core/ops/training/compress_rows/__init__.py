@@ -43,6 +43,8 @@ def compress_rows(kv, score, ape, positions, norm_weight=None, cos_sin=None, *, 
     Numerics: float32; `compress_kv` computes the same before it rounds, up to the order of a window's sum. Gradients
     are sums of float32 in one order, so that the same arguments give the same bits.
 
+    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
     Example:
         >>> kv, score, ape = xp.ones((4, 32)), xp.zeros((4, 32)), xp.zeros((2, 32))
         >>> rows = ops.compress_rows(kv, score, ape, xp.arange(4, dtype=xp.int32), xp.ones(32), eps=0.0)

@@ -38,6 +38,8 @@ def compress_rows_backward(
     Numerics: float32. The sums of dape and dnorm_weight are over the tokens in order, in blocks of 32, so that the same
     arguments give the same bits.
 
+    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
     Example:
         >>> kv, score, ape = xp.ones((2, 32)), xp.zeros((2, 32)), xp.zeros((2, 32))
         >>> positions, drows = xp.arange(2, dtype=xp.int32), xp.ones((2, 32))
