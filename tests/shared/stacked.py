@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xmla.core.op import Op
 from xmla.jax_api._all_ops import JAX_OPS
@@ -67,10 +67,17 @@ def scanned_and_used(call: Call, read: Arrays, updated: Arrays) -> Any:
     return jax.lax.scan(body, jnp.float32(0), (read, updated))
 
 
+def _over_its_mesh(stack: jax.Array, part: NamedSharding | None) -> jax.Array:
+    """A stack whose layers are sharded as a part is whose axes are explicit: no store of the part would decide it."""
+    if part is None or not any(part.spec):
+        return stack
+    return jax.sharding.reshard(stack, NamedSharding(part.mesh, PartitionSpec(None, *part.spec)))
+
+
 def looped(call: Call, read: Arrays, updated: Arrays) -> Any:
     """A loop over layers by a dynamic index, which writes each part back."""
     shapes = jax.eval_shape(call, part(read, 0), part(updated, 0))[0]
-    empty = [jnp.stack([jnp.zeros_like(shape)] * LAYERS) for shape in shapes]  # over a mesh as the results are
+    empty = [_over_its_mesh(jnp.stack([jnp.zeros_like(shape)] * LAYERS), shape.sharding) for shape in shapes]
 
     def body(layer: Any, carry: Any) -> Any:
         stacks, updated = carry
