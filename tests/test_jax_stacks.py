@@ -4,7 +4,9 @@ XLA takes slices and stores of parts into a fusion with a custom call, and ignor
 it makes of the programs without a GPU is looked at in tests/test_jax_programs.py.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -13,9 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import kit
+import launched
 import numpy as np
 import pytest
-from launched import launched
+from launched import check_launches
 from stacked import (
     FUSED,
     LAYERS,
@@ -37,7 +40,7 @@ from stacked import (
 from xmla import jax_api
 from xmla.core.op import Case, Op, plan_call
 from xmla.core.registry import registry
-from xmla.core.values import Device
+from xmla.core.values import H200, Device
 from xmla.jax_api import _launcher
 from xmla.jax_api._run import describe, spec_of
 
@@ -243,6 +246,31 @@ def test_a_program_launches_what_its_calls_launch(op: Op, form: Callable[..., An
     stacks = {name: jnp.stack([jnp.asarray(array)] * LAYERS) for name, array in inputs.items()}
     updated = {name: stacks.pop(name) for name in op.mutates}
     program = jax.jit(partial(form, calling(op, case.attrs)))
-    want = LAYERS * len(plan.active)
-    found = launched(lambda: program(stacks, updated), {launch.name for launch in plan.active})
-    assert found.total() == want
+    check_launches(lambda: program(stacks, updated), plan, LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("profiles", "taken", "right"),
+    [
+        ([[2, 2]], 1, True), ([[0, 0], [2, 1], [2, 2]], 3, True), ([[0, 0], [2, 4]], 2, False),
+        ([[2, 1]] * launched.PROFILES, launched.PROFILES, False), ([[2, 2, 1]], 1, False),
+    ],
+    ids=["all", "missed", "too many", "too few", "elsewhere"],
+)  # fmt: skip
+def test_a_profile_that_misses_launches_is_taken_again(
+    profiles: list[list[int]], taken: int, right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op = registry()["read_indexer_cache"]
+    specs = {name: spec_of(array) for name, array in kit.make(op.cases[0]).items()}
+    attrs = op.attributes(**op.cases[0].attrs)
+    plan, _ = plan_call(op, tuple(specs.get(name) for name in op.tensors), attrs, H200)
+    (launch,) = plan.active
+    left = [
+        Counter({(gpu, name): count for gpu, count in enumerate(each) for name in (launch.name, "of XLA")})
+        for each in profiles
+    ]
+    monkeypatch.setattr(launched, "run", lambda function: function())
+    monkeypatch.setattr(launched, "profiled", lambda _: left.pop(0))
+    with nullcontext() if right else pytest.raises(AssertionError, match=f"expected .* of .*{launch.name}"):
+        assert check_launches(lambda: None, plan, calls=2, gpus=2) == [2, 2]
+    assert len(left) == len(profiles) - taken
