@@ -21,12 +21,13 @@ def pool_window(kv_ptr, score_ptr, ape_ptr, positions_ptr, token, position, C: t
     Of a token alone in its window they are its kv and its score to the bit, so that its score's gradient is 0: no
     product is subtracted from, which a fused multiply-add would leave unrounded, and the quotient is rounded.
     """
+    D: tl.constexpr = C.D
     WINDOW: tl.constexpr = C.WINDOW
     BLOCK_W: tl.constexpr = C.BLOCK_W
-    offs_d = tl.arange(0, C.D)
-    maximum = tl.full([C.D], float("-inf"), tl.float32)
-    denominator = tl.zeros([C.D], tl.float32)
-    pooled = tl.zeros([C.D], tl.float32)
+    offs_d = tl.arange(0, D)
+    maximum = tl.full([D], float("-inf"), tl.float32)
+    denominator = tl.zeros([D], tl.float32)
+    pooled = tl.zeros([D], tl.float32)
     for start in tl.range(0, WINDOW, BLOCK_W):
         offs_w = start + tl.arange(0, BLOCK_W)
         before = WINDOW - 1 - offs_w  # tokens before the last of the window
@@ -68,10 +69,11 @@ def compress_rows_kernel(
     rows_ptr,  # [N, D] f32
     C: tl.constexpr,  # Compressor
 ):
+    D: tl.constexpr = C.D
     token = tl.program_id(0).to(tl.int64)
-    offs_d = tl.arange(0, C.D)
+    offs_d = tl.arange(0, D)
     position = tl.load(positions_ptr + token)
-    row = tl.zeros([C.D], tl.float32)
+    row = tl.zeros([D], tl.float32)
     if completes(position, num_angles, C):
         row, _ = pool_window(kv_ptr, score_ptr, ape_ptr, positions_ptr, token, position, C)
         if C.HAS_NORM:

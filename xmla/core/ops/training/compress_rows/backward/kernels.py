@@ -31,11 +31,12 @@ def differentiate_entries_kernel(
     dweights_ptr,  # [N, D] f32 if C.HAS_NORM: a token's part of dnorm_weight
     C: tl.constexpr,  # EntryDerivative
 ):
+    D: tl.constexpr = C.D
     token = tl.program_id(0).to(tl.int64)
-    offs_d = tl.arange(0, C.D)
+    offs_d = tl.arange(0, D)
     position = tl.load(positions_ptr + token)
-    row = offset_of(token, C.D) + offs_d
-    dweight = tl.zeros([C.D], tl.float32)
+    row = offset_of(token, D) + offs_d
+    dweight = tl.zeros([D], tl.float32)
     if completes(position, num_angles, C):
         pooled, lse = pool_window(kv_ptr, score_ptr, ape_ptr, positions_ptr, token, position, C)
         dpooled = tl.load(drows_ptr + offset_of(token, C.DROW_STRIDE) + offs_d)
@@ -124,10 +125,11 @@ def sum_places_kernel(
     C: tl.constexpr,  # TokenDerivative
 ):
     WIDTH: tl.constexpr = C.SERIES * C.D
-    PARTS: tl.constexpr = WIDTH // C.BLOCK_D
+    BLOCK_D: tl.constexpr = C.BLOCK_D
+    PARTS: tl.constexpr = WIDTH // BLOCK_D
     place = tl.program_id(0) // PARTS
     first_dim = tl.program_id(0) % PARTS * C.BLOCK_D
-    total = tl.zeros([C.BLOCK_D], tl.float32)
+    total = tl.zeros([BLOCK_D], tl.float32)
     for first in tl.range(0, num_tokens, C.BLOCK_T):
         token = tl.cast(first, tl.int64) + tl.arange(0, C.BLOCK_T)
         position = tl.load(positions_ptr + token, mask=token < num_tokens, other=-1)
