@@ -139,7 +139,7 @@ def sum_places_kernel(
             first_dim, num_tokens, num_angles, C,
         )  # fmt: skip
         total += tl.sum(dscore, 0)
-    tl.store(dape_ptr + offset_of(place, WIDTH, C.RATIO) + first_dim + tl.arange(0, C.BLOCK_D), total)
+    tl.store(dape_ptr + offset_of(place, WIDTH) + first_dim + tl.arange(0, C.BLOCK_D), total)
 
 
 @triton.jit
