@@ -2,9 +2,9 @@
 where Triton was imported without TRITON_INTERPRET.
 
     python -m tools.alignment OP … [--but ANSWERS]
-Prints a JSON line for each op named, of the portable kernels of its smallest case: for wgmma's architecture, and for
-one of mma.sync those of ops whose kernels all add up alike there. The first line has all answers, with digests of what
-they follow from; those that stand in the file ANSWERS are not asked again.
+Prints a JSON line for each op named, of the portable kernels of its smallest and its largest case: for wgmma's
+architecture, and for one of mma.sync those of ops whose kernels all add up alike there. The first line has all answers,
+with digests of what they follow from; those that stand in the file ANSWERS are not asked again.
 """
 
 import argparse
@@ -76,17 +76,23 @@ def order(ttgir: str) -> list[str]:
 
 
 def launches_of(op: Op, device: Device) -> list[tuple[Specialization, Specialization]]:
-    """The kernels of an op's smallest case with its arrays on 16 bytes, and with each where it may lie."""
-    case = min(op.cases, key=lambda case: sum(array.size for array in case.make(np.random.default_rng(0)).values()))
-    specs = aligned(case)
-    moved = specs
-    for name in specs:
-        moved = apart(op, moved, name)
-    kernels = []
-    for given in (specs, moved):
-        plan = plan_of(op, case, given, device, "triton")
-        kernels.append([specialize(launch, plan, given) for launch in plan.launches])
-    return [*zip(*kernels, strict=True)]
+    """The kernels of two of an op's cases with arrays on 16 bytes, and with each where it may lie.
+
+    The smallest, and the largest: where a tile has no more elements than threads, each has one, wherever arrays start.
+    """
+    cases = sorted(op.cases, key=lambda case: sum(array.size for array in case.make(np.random.default_rng(0)).values()))
+    pairs = []
+    for case in (cases[0], cases[-1]):
+        specs = aligned(case)
+        moved = specs
+        for name in specs:
+            moved = apart(op, moved, name)
+        kernels = []
+        for given in (specs, moved):
+            plan = plan_of(op, case, given, device, "triton")
+            kernels.append([specialize(launch, plan, given) for launch in plan.launches])
+        pairs += zip(*kernels, strict=True)
+    return pairs
 
 
 def answers(arch: int, names: list[str], before: dict[str, Answer]) -> Iterator[tuple[str, Answer]]:

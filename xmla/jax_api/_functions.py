@@ -1651,6 +1651,8 @@ def pool_keys(
     Numerics: float32; the key is rounded once, to the format's values, by the rules of `write_indexer_cache`. The
     formula is that of transformers' glm5_next.
 
+    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
     Example:
         >>> keys, gates, ape = jnp.ones((2, 32)), jnp.zeros((2, 32)), jnp.zeros((2, 32))
         >>> positions, table = jnp.arange(2, dtype=jnp.int32), jnp.zeros((1, 1), dtype=jnp.int32)

@@ -1464,6 +1464,8 @@ def pool_keys(
 
     Updates `state` and `cache` in place and returns None.
 
+    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
     Example:
         >>> keys, gates, ape = torch.ones((2, 32)), torch.zeros((2, 32)), torch.zeros((2, 32))
         >>> positions, table = torch.arange(2, dtype=torch.int32), torch.zeros((1, 1), dtype=torch.int32)

@@ -53,6 +53,8 @@ def pool_keys(
     Numerics: float32; the key is rounded once, to the format's values, by the rules of `write_indexer_cache`. The
     formula is that of transformers' glm5_next.
 
+    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
     Example:
         >>> keys, gates, ape = xp.ones((2, 32)), xp.zeros((2, 32)), xp.zeros((2, 32))
         >>> positions, table = xp.arange(2, dtype=xp.int32), xp.zeros((1, 1), dtype=xp.int32)
