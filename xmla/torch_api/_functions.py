@@ -1462,9 +1462,9 @@ def pool_keys(
     Numerics: float32; the key is rounded once, to the format's values, by the rules of `write_indexer_cache`. The
     formula is that of transformers' glm5_next.
 
-    Updates `state` and `cache` in place and returns None.
-
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+
+    Updates `state` and `cache` in place and returns None.
 
     Example:
         >>> keys, gates, ape = torch.ones((2, 32)), torch.zeros((2, 32)), torch.zeros((2, 32))
