@@ -31,6 +31,7 @@ import torch  # noqa: E402
 
 from xmla import torch_api  # noqa: E402
 from xmla.core.compile import interpreter  # noqa: E402
+from xmla.core.versions import TRANSFORMERS, older  # noqa: E402
 
 # Other inputs in every run, of which a failure prints the line that repeats it: the same few would be all that is ever
 # tried. Interpreted kernels take too long to shrink and explain one.
@@ -120,6 +121,12 @@ def require_tool(distribution: str) -> None:
         if not HAS_GPU:
             raise
         pytest.skip(f"text alone, checked where CI runs: needs {distribution}")
+
+
+def require_transformers() -> None:
+    """Skip on a GPU machine whose transformers is older than what `xmla.transformers` serves; CI has it."""
+    if HAS_GPU and older("transformers", TRANSFORMERS):
+        pytest.skip(f"needs transformers {TRANSFORMERS} or later", allow_module_level=True)
 
 
 def marked_jax(file: Path, code: str) -> Any:

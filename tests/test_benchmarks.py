@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import require_transformers
 
 import benchmarks
 from benchmarks import layer, layer_jax
@@ -13,10 +14,14 @@ from benchmarks import layer, layer_jax
 FOLDER = Path(benchmarks.__file__).parent
 
 
-def test_every_program_is_imported() -> None:
+@pytest.mark.parametrize(("of_transformers", "least"), [(False, 8), (True, 1)], ids=["ops", "transformers"])
+def test_every_program_is_imported(of_transformers: bool, least: int) -> None:
     """In a process of their own, whose environment some set."""
-    names = [f"benchmarks.{file.stem}" for file in sorted(FOLDER.glob("[!_]*.py"))]
-    assert len(names) >= 8
+    if of_transformers:
+        require_transformers()
+    files = [file for file in FOLDER.glob("[!_]*.py") if ("xmla.transformers" in file.read_text()) == of_transformers]
+    names = [f"benchmarks.{file.stem}" for file in sorted(files)]
+    assert len(names) >= least
     command = [sys.executable, "-W", "ignore", "-c", f"import {', '.join(names)}"]
     done = subprocess.run(command, cwd=FOLDER.parent, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -13,9 +13,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import xmla.demo
 from xmla import torch_api
 from xmla.command import app
+from xmla.core import versions
 from xmla.core.registry import registry
 from xmla.demo import curves, deepseek_v4, deepseek_v32, glm5_next, shell
 from xmla.demo.comparisons import against_model
@@ -318,7 +318,7 @@ def test_what_is_not_trained_is_refused(options: tuple[str, ...], message: str) 
 
 
 def test_a_model_younger_than_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(xmla.demo, "installed", lambda _: "5.17.0")
+    monkeypatch.setattr(versions, "installed", lambda _: "5.17.0")
     message = "demo: transformers 5.17.0 is too old for glm5_next: pip install 'transformers>=5.24'"
     assert str(demo("--model", "glm5_next").exception) == message
 

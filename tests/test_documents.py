@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from conftest import marked_jax, require_tool
+from conftest import marked_jax, require_tool, require_transformers
 
 import xmla
 from tools.report.pages import PICTURES, RESULTS, TABLES, Picture, Table
@@ -73,6 +73,8 @@ def test_a_block_that_needs_an_earlier_one_says_so(page: Path) -> None:
 @pytest.mark.parametrize("page", [marked_jax(page, code) for page, code in PROGRAMS.items() if code], ids=name_of)
 def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     """The blocks of a page are one program."""
+    if "xmla.transformers" in PROGRAMS[page]:
+        require_transformers()
     printed_by(PROGRAMS[page], tmp_path)
 
 

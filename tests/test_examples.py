@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import EVERYTHING, HAS_GPU, marked_jax
+from conftest import EVERYTHING, HAS_GPU, marked_jax, require_transformers
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 # What an example that needs a process of its own has: settings and devices of the process, or ranks.
@@ -27,6 +27,8 @@ def test_example(
     code = example.read_text()
     if "Trainer" in code and HAS_GPU:
         pytest.importorskip("accelerate")  # which transformers' Trainer needs, and the group `dev` brings
+    if "xmla.transformers" in code:
+        require_transformers()
     pictures = [tmp_path / "curves.png"] if "picture" in code else []
     command = [str(example), *map(str, pictures)]
     if EVERYTHING or any(word in code for word in OF_A_PROCESS):

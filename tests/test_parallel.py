@@ -12,7 +12,7 @@ from typing import Any
 import kit
 import numpy as np
 import pytest
-from conftest import EVERYTHING, HAS_GPU
+from conftest import EVERYTHING, HAS_GPU, require_transformers
 from jax.sharding import PartitionSpec as P
 
 from xmla import ArgumentError
@@ -90,6 +90,7 @@ def test_training(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_training_of_transformers(tmp_path: Path) -> None:
     """fully_shard has the gradients of one process with the whole batch, but for rounding of parameters' gradients."""
+    require_transformers()
     found = run_ranks(tmp_path, 2, "transformers")
     assert all(rank.get("ok") for rank in found), found
     assert len(found[0]["errors"]) == 3 and max(found[0]["errors"].values()) < 0.02, found

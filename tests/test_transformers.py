@@ -7,6 +7,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from conftest import require_transformers
+
+require_transformers()
+
 from small_transformers import attending, build, distance, first_layer, padded, text
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import HAS_GPU
+from conftest import HAS_GPU, require_transformers
+
+require_transformers()
+
 from small_transformers import attending, build, distance, first_layer, padded, text
 from torch.utils._pytree import tree_map_only
 from transformers import DynamicCache

@@ -474,6 +474,8 @@ MUTANTS = (
     Mutant("if page * total > most:", "if False:", "xmla/vllm/gathered.py", "../test_vllm.py", "gathered_pages"),
     Mutant("lengths if row_starts is None else row_starts + lengths", "lengths", "xmla/sglang/indexer.py",
            "../test_sglang.py", "get_slots"),
+    Mutant('if release := older("transformers", TRANSFORMERS):', "if release := None:", "xmla/transformers/__init__.py",
+           "../core/test_versions.py", "older_transformers"),
     Mutant("if size * total > jnp.iinfo(array.dtype).max:", "if False:", "xmla/jax_api/_batching.py",
            "../test_jax_transforms.py", "vmap_refuses"),
     Mutant("jnp.where((array >= 0) & (array < total), array + first, -1)", "array + first",

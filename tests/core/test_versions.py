@@ -1,11 +1,14 @@
 """Bounds of the requirements, and what is said of a version outside of them."""
 
+import subprocess
+import sys
 import tomllib
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from typer.testing import CliRunner
 
 from xmla.command import app
@@ -29,6 +32,30 @@ def test_engines_are_required_in_tested_releases(engine: str, releases: str) -> 
     (required,) = map(Requirement, PROJECT["optional-dependencies"][engine])
     admitted = [release for release in map(releases.format, range(100)) if required.specifier.contains(release)]
     assert admitted and admitted == [*import_module(f"xmla.{engine}").TESTED][-len(admitted) :]
+
+
+def test_transformers_is_required_from_the_release_that_is_served() -> None:
+    (required,) = map(Requirement, PROJECT["optional-dependencies"]["transformers"])
+    assert SpecifierSet(f">={versions.TRANSFORMERS},<6") == required.specifier
+
+
+@pytest.mark.parametrize(("release", "refused"), [("5.17.0", True), ("5.24.0", False), ("5.25.1", False)])
+def test_an_older_transformers_is_refused_by_name(release: str, refused: bool) -> None:
+    """Before anything of it is imported, which may lack what the package takes."""
+    program = f"""
+import sys
+from xmla import UnsupportedError
+from xmla.core import versions
+versions.installed = lambda package: {{"transformers": "{release}"}}[package]
+try:
+    import xmla.transformers
+except UnsupportedError as error:
+    print(error, "transformers" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    message = f"xmla.transformers: transformers {release} is installed, expected 5.24 or later: "
+    assert done.stdout == (f"{message}pip install 'xmla-kernels[transformers]' False\n" if refused else "")
 
 
 def test_this_environment_is_a_tested_one() -> None:

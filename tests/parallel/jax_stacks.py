@@ -57,9 +57,9 @@ from xmla.jax_api._sharding import shared_axes
 DEVICES = 2
 Form = Callable[..., Any]
 UPDATING: tuple[Form, ...] = (slices, written_back, scanned, looped, by_refs)
-READING: tuple[Form, ...] = (scanned,)
+READING: tuple[Form, ...] = (scanned, looped)
 if EVERYTHING:
-    UPDATING, READING = (*UPDATING, restacked, prefixes), (*READING, slices, looped)
+    UPDATING, READING = (*UPDATING, restacked, prefixes), (*READING, slices)
 
 
 def copies(array: jax.Array) -> list[jax.Array]:

@@ -3,6 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 # The compile matrix covers every Triton here, the suite the newest of each.
 TESTED = {
@@ -11,6 +12,8 @@ TESTED = {
     "jax": SpecifierSet(">=0.11,<0.13"),
     "jax-triton": SpecifierSet(">=0.4.1,<0.5"),
 }
+# The first release of transformers that has all models of xmla.transformers, which refuses earlier ones.
+TRANSFORMERS = "5.24"
 FOLLOWS = {
     "triton": "kernels may not compile, or compile to code whose speed nobody measured",
     "torch": "torch below 2.12.1 pins a Triton below 3.7.1; a later one may lack private calls, which are then slower",
@@ -25,6 +28,12 @@ def installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def older(package: str, first: str) -> str | None:
+    """The version of an installed distribution, if it came before a release of it."""
+    release = installed(package)
+    return release if release is not None and Version(release) < Version(first) else None
 
 
 def untested() -> list[str]:

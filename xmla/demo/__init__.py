@@ -5,10 +5,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from packaging.version import Version
-
 from xmla._frameworks import missing, needed
-from xmla.core.versions import installed
+from xmla.core.versions import older
 
 
 class Framework(StrEnum):
@@ -33,8 +31,7 @@ class Model(StrEnum):
     @property
     def too_old(self) -> str | None:
         """The installed release of transformers if the model came, or got its layers' names, after it."""
-        release = installed("transformers")
-        return release if release is not None and Version(release) < Version(self.since) else None
+        return older("transformers", self.since)
 
 
 def run(

@@ -8,7 +8,21 @@ Importing this package makes the name known. Models of `SERVED` then select keys
 and attend by `sparse_mla`, over the latents as they are cached: neither scores of all indexer heads, nor keys and
 values of all heads, nor a mask of tokens by keys are made. Other models are refused by name when they are called.
 `LatentCache` holds latents as the kernels read them, in 16 bits or fp8. `IndexerLoss` trains the indexers.
+
+Raises, on import:
+    UnsupportedError: transformers is older than the models that are served.
 """
+
+from xmla._frameworks import install
+from xmla.core.errors import UnsupportedError
+from xmla.core.versions import TRANSFORMERS, older
+
+# Before the imports below, which need what an older release lacks.
+if release := older("transformers", TRANSFORMERS):
+    raise UnsupportedError(
+        f"xmla.transformers: transformers {release} is installed, expected {TRANSFORMERS} or later: "
+        f"{install('transformers')}"
+    )
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
