@@ -45,8 +45,8 @@ def attention(
     This has entries of `extra_layout`, by default of the first pool's.
     """
     q, second = Spec((tokens, heads, layout.dims), "bfloat16"), extra_layout or layout
-    given = arguments(q, pool(layout, pages), keys, pool(second, pages) if extra else None, extra)
-    return Call("sparse_mla", given, {"softmax_scale": 1.0} | format_names(layout, second if extra else None))
+    tensors = arguments(q, pool(layout, pages), keys, pool(second, pages) if extra else None, extra)
+    return Call("sparse_mla", tensors, {"softmax_scale": 1.0} | format_names(layout, second if extra else None))
 
 
 def max_workspace_bytes(
