@@ -118,7 +118,10 @@ def test_documents_do_not_see_each_other(given: dict[str, torch.Tensor]) -> None
         first += count
 
 
-@pytest.mark.parametrize(("documents", "ratio"), [(((0, 40),), 1), (((2, 1), (5, 1), (8, 1)), 3)])
+@pytest.mark.parametrize(
+    ("documents", "ratio"),
+    [(((0, 40),), 1), (((2, 1), (5, 1), (8, 1)), 3), (((2**31 - 1, 1),), 1), (((2**31 - 1, 1),), 4)],
+)
 def test_a_token_alone_in_its_window_is_its_entry(documents: tuple, ratio: int, device: str) -> None:
     """To the bit, so that no score has a gradient: not even of roundings, which would have any direction."""
     inputs = kit.make(make_case(documents, ratio, 128, dtype=np.dtype(np.float32), norm=False))

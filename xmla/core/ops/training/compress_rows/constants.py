@@ -21,6 +21,7 @@ class Tokens(Constants):
     RATIO: int
     SERIES: int
     D: int
+    HAS_ANGLES: bool  # of what is rotated; an entry whose position has none is not made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +64,7 @@ def token_constants(problem: Problem) -> dict[str, Any]:
         "RATIO": problem["r"],
         "SERIES": problem["C·D"] // dims,
         "D": dims,
+        "HAS_ANGLES": problem.has("cos_sin"),
     }
 
 

@@ -10,8 +10,11 @@ from xmla.core.ops.cache.compress_kv.kernels import rotate
 
 @triton.jit
 def completes(position, num_angles, C: tl.constexpr):
-    """Whether tokens at these positions complete an entry that has an angle."""
-    return (position >= 0) & (position % C.RATIO == C.RATIO - 1) & (position - (C.RATIO - 1) < num_angles)
+    """Whether tokens at these positions complete an entry that has an angle, or needs none."""
+    complete = (position >= 0) & (position % C.RATIO == C.RATIO - 1)
+    if C.HAS_ANGLES:
+        complete &= position - (C.RATIO - 1) < num_angles
+    return complete
 
 
 @triton.jit
@@ -65,7 +68,7 @@ def compress_rows_kernel(
     positions_ptr,  # [N] i32
     norm_weight_ptr,  # [D] if C.HAS_NORM
     cos_sin_ptr,  # [S, E] if C.E
-    num_angles,  # S
+    num_angles,  # S if C.HAS_ANGLES
     rows_ptr,  # [N, D] f32
     C: tl.constexpr,  # Compressor
 ):

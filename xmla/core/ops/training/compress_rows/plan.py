@@ -1,4 +1,4 @@
-from xmla.core.call import LARGEST_SIZE, Problem
+from xmla.core.call import Problem
 from xmla.core.ops.training.compress_rows.constants import Compressor, compressor_constants
 from xmla.core.ops.training.compress_rows.kernels import compress_rows_kernel
 from xmla.core.plan import Implementation, Launch, Plan
@@ -6,8 +6,8 @@ from xmla.core.values import Device
 
 
 def angles(problem: Problem) -> int:
-    """How many entries' first positions have an angle: without a rotation all."""
-    return problem["S"] if problem.has("cos_sin") else LARGEST_SIZE
+    """How many positions have an angle; 0 without a rotation, where no entry needs one."""
+    return problem["S"] if problem.has("cos_sin") else 0
 
 
 def plan(problem: Problem, device: Device) -> Plan:

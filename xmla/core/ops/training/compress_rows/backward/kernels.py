@@ -24,7 +24,7 @@ def differentiate_entries_kernel(
     drows_ptr,  # [N, D] f32
     norm_weight_ptr,  # [D] if C.HAS_NORM
     cos_sin_ptr,  # [S, E] if C.E
-    num_angles,  # S
+    num_angles,  # S if C.HAS_ANGLES
     lse_ptr,  # [N, D] f32: log of the softmax's denominator; like the next two, of tokens that complete an entry
     pooled_ptr,  # [N, D] f32
     dpooled_ptr,  # [N, D] f32
@@ -90,7 +90,7 @@ def differentiate_tokens_kernel(
     pooled_ptr,  # [N, D] f32
     dpooled_ptr,  # [N, D] f32
     num_tokens,  # N
-    num_angles,  # S
+    num_angles,  # S if C.HAS_ANGLES
     dkv_ptr,  # [N, C·D]
     dscore_ptr,  # [N, C·D]
     C: tl.constexpr,  # TokenDerivative
@@ -120,7 +120,7 @@ def sum_places_kernel(
     pooled_ptr,  # [N, D] f32
     dpooled_ptr,  # [N, D] f32
     num_tokens,  # N
-    num_angles,  # S
+    num_angles,  # S if C.HAS_ANGLES
     dape_ptr,  # [r, C·D] f32
     C: tl.constexpr,  # TokenDerivative
 ):
