@@ -72,6 +72,9 @@ def form_of(op: Op, specs: Specs, attrs: dict[str, object]) -> str:
     read = [name for name in op.pools if name in specs and name not in ROWS_OF_SOURCES]
     forms = [f"{specs[name].dtype} {specs[name].shape[-1]}" for name in read]
     named = [str(value) for name, value in attrs.items() if name.endswith("format") and value is not None]
+    scales = specs.get("key_scales")
+    if scales and (specs["keys"].dtype, scales.dtype) == ("float8_e4m3fn", "int32"):  # which rows are told by
+        named.append("fp8_ue8m0")
     return ", ".join([" + ".join(forms), *named])
 
 
