@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from xmla.core.support import supports as supports
     from xmla.core.values import Device as Device
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _MODULES = {
     "ArgumentError": "core.errors",
