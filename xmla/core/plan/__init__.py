@@ -3,7 +3,7 @@
 from xmla.core.plan.chunking import Rows, divided, in_parts, join_parts
 from xmla.core.plan.clearing import clear
 from xmla.core.plan.fusion import Fusion, fuse
-from xmla.core.plan.implementation import Condition, Implementation, choose
+from xmla.core.plan.implementation import ON_HOPPER, Condition, Implementation, choose
 from xmla.core.plan.overlap import overlap_limit
 from xmla.core.plan.plan import (
     ALIGNMENT,
@@ -21,6 +21,7 @@ from xmla.core.plan.roofline import estimate
 
 __all__ = [
     "ALIGNMENT",
+    "ON_HOPPER",
     "Choice",
     "Condition",
     "Constants",

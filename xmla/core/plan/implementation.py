@@ -21,6 +21,9 @@ class Condition:
     unmet: Callable[[Problem, Device], str | None]
 
 
+ON_HOPPER = Condition("compute capability 9.0", lambda _, device: None if device.arch == 90 else f"on {device.name}")
+
+
 @dataclass(frozen=True, slots=True)
 class Implementation:
     """Kernels of an op and the calls that they serve: those that meet every condition.

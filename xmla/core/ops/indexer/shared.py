@@ -18,7 +18,7 @@ from xmla.core.call import (
     tokens_a_request,
 )
 from xmla.core.formats.indexer import UE8M0_DIMS, IndexerLayout
-from xmla.core.plan import Condition, Constants
+from xmla.core.plan import ON_HOPPER, Condition, Constants
 from xmla.core.values import LOGITS, Device, cdiv, larger, next_power_of_2, smaller
 
 MAX_HEADS = 128
@@ -210,7 +210,7 @@ def _between_rows(problem: Problem, device: Device) -> str | None:
 
 # Conditions of the Gluon kernels for Hopper, over pages and over contiguous keys.
 SM90_CONDITIONS = (
-    Condition("compute capability 9.0", lambda problem, device: None if device.arch == 90 else f"on {device.name}"),
+    ON_HOPPER,
     Condition("fp8 keys", lambda problem, device: "over MXFP4 keys" if keys_are_mxfp4(problem) else None),
     Condition("float32 scales", lambda problem, device: "over keys with UE8M0 scales" if _has_ue8m0(problem) else None),
     Condition("rows on multiples of 16 bytes", _between_rows),

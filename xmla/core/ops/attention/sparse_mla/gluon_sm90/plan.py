@@ -8,7 +8,7 @@ from xmla.core.ops.attention.sparse_mla.gluon_sm90.common import HALVES, TILE_HE
 from xmla.core.ops.attention.sparse_mla.gluon_sm90.few_heads import BLOCKS, FEW_HEADS
 from xmla.core.ops.attention.sparse_mla.gluon_sm90.kernel import sparse_mla_sm90_kernel
 from xmla.core.ops.attention.sparse_mla.splits import Config, attention_plan
-from xmla.core.plan import Condition, Implementation, Plan
+from xmla.core.plan import ON_HOPPER, Condition, Implementation, Plan
 from xmla.core.values import Device, cdiv, next_power_of_2
 
 FORMATS = (V32, V4, NVFP4, PLAIN, PLAIN_V4)
@@ -80,7 +80,7 @@ def _between_rows(problem: Problem, device: Device) -> str | None:
 
 
 CONDITIONS = (
-    Condition("compute capability 9.0", lambda problem, device: None if device.arch == 90 else f"on {device.name}"),
+    ON_HOPPER,
     Condition(" or ".join(repr(layout.name) for layout in FORMATS) + " entries", _other_format),
     Condition("bfloat16 queries over packed entries", _other_queries),
     Condition("one source, or two of one format but 'v32' or 'nvfp4'", _mixed_sources),

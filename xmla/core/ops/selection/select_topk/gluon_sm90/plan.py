@@ -4,13 +4,16 @@ from xmla.core.call import Problem
 from xmla.core.lang.gluon import gl
 from xmla.core.ops.selection.select_topk.gluon_sm90.kernel import WARPS, topk_rows_sm90_kernel
 from xmla.core.ops.selection.select_topk.sample import Sample
-from xmla.core.plan import Condition, Constants, Implementation, Launch, Plan
+from xmla.core.plan import ON_HOPPER, Condition, Constants, Implementation, Launch, Plan
 from xmla.core.values import Device, larger, next_power_of_2
 
 MAX_K = 2048  # of which a sample leaves at most 4096 candidates, 16 of each thread, at up to MAX_COLUMNS
 MAX_COLUMNS = 131072  # a bit each, and their counts, in the shared memory of three programs an SM
 # Programs of three an SM: 685 µs at 8192 × 65536, 746 with 64 registers, four and spills (H200, 2026-11-29).
 REGISTERS = 80
+
+
+BY_INLINE_PTX = Condition("Triton 3.9 or newer", lambda *_: None if hasattr(gl, "inline_asm") else "by an older Triton")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,14 +62,6 @@ def plan(problem: Problem, device: Device) -> Plan:
     return Plan((launch,), problem.results, ("indices",))
 
 
-def _elsewhere(_: Problem, device: Device) -> str | None:
-    return None if device.arch == 90 else f"on {device.name}"
-
-
-def _older(*_: object) -> str | None:
-    return None if hasattr(gl, "inline_asm") else "by an older Triton"
-
-
 def _wide(problem: Problem, _: Device) -> str | None:
     return None if problem["N"] <= MAX_COLUMNS else f"with {problem['N']} columns"
 
@@ -83,8 +78,8 @@ IMPLEMENTATION = Implementation(
     "gluon_rows",
     plan,
     (
-        Condition("compute capability 9.0", _elsewhere),
-        Condition("Triton 3.9 or newer", _older),
+        ON_HOPPER,
+        BY_INLINE_PTX,
         Condition(f"at most {MAX_COLUMNS} columns", _wide),
         Condition(f"a k of at most {MAX_K}", _many_of_a_row),
         # A program has a row, for 46 µs at 131072 columns whatever the others do, so that fewer rows leave SMs idle. At

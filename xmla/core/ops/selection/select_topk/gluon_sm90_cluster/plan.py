@@ -1,7 +1,7 @@
 from dataclasses import dataclass
 
 from xmla.core.call import Problem
-from xmla.core.lang.gluon import gl
+from xmla.core.ops.selection.select_topk.gluon_sm90.plan import BY_INLINE_PTX
 from xmla.core.ops.selection.select_topk.gluon_sm90_cluster.kernel import (
     CTAS,
     GROUPS,
@@ -10,7 +10,7 @@ from xmla.core.ops.selection.select_topk.gluon_sm90_cluster.kernel import (
     WIDTH,
     topk_cluster_sm90_kernel,
 )
-from xmla.core.plan import Condition, Constants, Implementation, Launch, Plan, overlap_limit
+from xmla.core.plan import ON_HOPPER, Condition, Constants, Implementation, Launch, Plan, overlap_limit
 from xmla.core.values import Device, next_power_of_2
 
 MOST_TILES = 16  # of a CTA, in registers: 64 keys of a thread
@@ -66,8 +66,8 @@ IMPLEMENTATION = Implementation(
     "gluon_sm90_cluster",
     plan,
     (
-        Condition("compute capability 9.0", lambda _, device: None if device.arch == 90 else f"on {device.name}"),
-        Condition("Triton 3.9 or newer", lambda *_: None if hasattr(gl, "inline_asm") else "by an older Triton"),
+        ON_HOPPER,
+        BY_INLINE_PTX,
         Condition(
             f"a k of at most {MOST.value}",
             lambda problem, _: None if problem.attrs.k <= MOST.value else f"with k of {problem.attrs.k}",

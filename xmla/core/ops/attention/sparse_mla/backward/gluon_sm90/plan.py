@@ -13,7 +13,7 @@ from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.order import MOST_KE
 from xmla.core.ops.attention.sparse_mla.backward.packed import over_rows, unpacking
 from xmla.core.ops.attention.sparse_mla.backward.stages import around, in_any_order, product_constants
 from xmla.core.ops.attention.sparse_mla.gluon_sm90.common import TILE_HEADS, VALUE_DIMS
-from xmla.core.plan import Condition, Implementation, Launch, Plan, Rows, divided
+from xmla.core.plan import ON_HOPPER, Condition, Implementation, Launch, Plan, Rows, divided
 from xmla.core.values import Device, Spec, cdiv, next_power_of_2
 
 MMA_K = 16  # of a wgmma's 16-bit operands
@@ -117,7 +117,7 @@ def _without_entries(problem: Problem, device: Device) -> str | None:
 
 
 CONDITIONS = (
-    Condition("compute capability 9.0", lambda problem, device: None if device.arch == 90 else f"on {device.name}"),
+    ON_HOPPER,
     Condition("bfloat16", lambda problem, device: f"in {d}" if (d := problem.specs["q"].dtype) != "bfloat16" else None),
     Condition("one source", lambda problem, device: "with extra_cache" if problem.has("extra_cache") else None),
     Condition("a cache with entries", _without_entries),
