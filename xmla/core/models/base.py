@@ -118,7 +118,7 @@ class KernelList:
     """
 
     def __init__(self, device: Device) -> None:
-        self.device = device
+        self.device: Device = device
         self.listed: dict[Specialization, None] = {}
         self._kinds: defaultdict[Any, Kind] = defaultdict(Kind)
         self._steps: defaultdict[Make, list[Callable[..., Any]]] = defaultdict(list)
