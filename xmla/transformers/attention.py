@@ -8,6 +8,7 @@ from torch import nn
 from xmla import torch_api as xt
 from xmla.core.errors import UnsupportedError
 from xmla.transformers.learning import IndexerLoss
+from xmla.transformers.replay import Selections
 
 
 def latents(kv_nope: torch.Tensor, k_rot: torch.Tensor) -> torch.Tensor:
@@ -29,7 +30,7 @@ def latents(kv_nope: torch.Tensor, k_rot: torch.Tensor) -> torch.Tensor:
 def attend(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
     scaling: float, dropout: float = 0.0, indices: torch.Tensor | None = None, s_aux: torch.Tensor | None = None,
-    indexer_loss: IndexerLoss | None = None, **others: Any,
+    indexer_loss: IndexerLoss | None = None, selections: Selections | None = None, **others: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Multi-head latent attention of queries [B, H, S, ·] to the keys `indices` [B, S, K]: out [B, S, H, V].
 
@@ -60,7 +61,8 @@ def attend(
         slots = torch.where(indices < 0, -1, indices + first)
     sink = None if s_aux is None else s_aux.float()
     slots, scale = slots.flatten(0, 1), float(scaling)
-    latent, lse = xt.sparse_mla(q, rows, slots, sink=sink, softmax_scale=scale)
+    invariant = selections is not None and selections.batch_invariant
+    latent, lse = xt.sparse_mla(q, rows, slots, sink=sink, softmax_scale=scale, batch_invariant=invariant)
     out = torch.einsum("bshl,hvl->bshv", latent.unflatten(0, (batch, queries)).to(up_value.dtype), up_value)
     if indexer_loss is None:
         return out, None

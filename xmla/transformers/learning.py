@@ -1,6 +1,5 @@
 """The loss that trains the indexers of a model: `model(…, indexer_loss=IndexerLoss())`."""
 
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -98,7 +97,7 @@ class IndexerLoss:
                 f"indexer_loss: this rank has {query.shape[1]} of {module.num_heads} heads, supported: all"
             )
         projected, seen = self._selections.pop(module.layer_idx)
-        real = _real(seen)
+        real = seen.real()
         index_q, index_k, weights = (each.flatten(0, 1) for each in projected)
         constants = query.detach(), rows.detach()[:, 0], lse.detach()
         starts = ends = indices = None
@@ -114,20 +113,6 @@ class IndexerLoss:
         loss = average * (real.numel() / UNIT / real.sum().clamp(min=1))
         self.layers.setdefault(module.layer_idx, loss.detach())
         return _Joined.apply(out, loss, self)
-
-
-# The pass whose attention is being computed: transformers hands options of a pass to attention, not to the indexer.
-ASKED: ContextVar[IndexerLoss | None] = ContextVar("ASKED", default=None)
-# The passes of all threads that ask: without any, torch.compile meets no ContextVar, which its older releases refuse.
-UNDER_WAY: list[IndexerLoss] = []
-
-
-def _real(seen: Visible) -> torch.Tensor:
-    """Which tokens [B, S] see themselves: all that are no padding."""
-    last = seen.ends - 1
-    if seen.order is not None:
-        last = seen.order.gather(1, last.clamp(min=0).long())
-    return (last == torch.arange(last.shape[1], device=last.device)) & (seen.ends > seen.starts)
 
 
 class _Total(torch.autograd.Function):

@@ -47,6 +47,21 @@ class Visible:
         starts, ends, order = mask[:, 0].split([queries, queries, ordered], 1)
         return cls(starts, ends, order[:, :keys].clamp(max=keys - 1) if ordered else None)
 
+    def real(self) -> torch.Tensor:
+        """Which tokens [B, S] see themselves, of a pass whose keys are its own: all that are no padding."""
+        last = self.ends - 1
+        if self.order is not None:
+            last = self.order.gather(1, last.clamp(min=0).long())
+        return (last == torch.arange(last.shape[1], device=last.device)) & (self.ends > self.starts)
+
+    def places(self, counted: torch.Tensor) -> torch.Tensor:
+        """Keys [B, S, K] of the sequences, from those counted from the first key that each query sees; −1 stays."""
+        chosen = torch.where(counted < 0, -1, counted + self.starts[..., None])
+        if self.order is None:
+            return chosen
+        place = self.order.gather(1, chosen.clamp(min=0).flatten(1).long()).view(chosen.shape)
+        return torch.where(chosen < 0, -1, place)
+
 
 def part(mask: torch.Tensor, queries: int, first: int, last: int) -> torch.Tensor:
     """The mask of the queries from `first` to before `last`, from what `visible` packed of so many `queries`."""

@@ -1,11 +1,13 @@
 """The models of transformers that are served: how their indexers project, and where xmla stands in their classes."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import wraps
 from importlib import import_module
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,12 +16,37 @@ from torch.utils._pytree import tree_map_only
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.transformers.attention import autocast, latents, of_16_bits
 from xmla.transformers.cache import LatentCache
-from xmla.transformers.learning import ASKED, UNDER_WAY, IndexerLoss
+from xmla.transformers.learning import IndexerLoss
 from xmla.transformers.masks import Visible, part, visible
+from xmla.transformers.replay import Selections
 from xmla.transformers.selection import Keys, Projected, select
 
 NAME = "xmla"
 AT_ONCE = 8192  # queries that attention projects: those of all heads are 150 KB a token and more
+
+
+class _Asked(NamedTuple):
+    """What a pass asks of a layer's indexer."""
+
+    losses: IndexerLoss | None
+    selected: torch.Tensor | None  # [B, S, K], rows of the layer's `Selections`
+
+
+# Of the attention that is being computed: transformers hands options of a pass to attention, not to the indexer.
+_ASKED: ContextVar[_Asked] = ContextVar("_ASKED")
+# Those of all threads: without any, torch.compile meets no ContextVar, which its older releases refuse.
+_UNDER_WAY: list[_Asked] = []
+
+
+@contextmanager
+def _asking(asked: _Asked) -> Iterator[None]:
+    _UNDER_WAY.append(asked)
+    token = _ASKED.set(asked)
+    try:
+        yield
+    finally:
+        _ASKED.reset(token)
+        _UNDER_WAY.pop()
 
 
 def _rotate(module: nn.Module, interleaved: bool) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
@@ -119,11 +146,11 @@ def serve() -> None:
 
 
 def _attention(own: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward that knows the pass's `indexer_loss`; of many queries in parts where no gradient is recorded.
+    """A forward that knows the pass's `indexer_loss` and `selections`; of many queries in parts without gradients.
 
     Raises:
-        ArgumentError: `indexer_loss` is something else.
-        UnsupportedError: Another attention is given a `LatentCache`.
+        ArgumentError: One of them is something else, or does not fit the pass.
+        UnsupportedError: Another attention is given a `LatentCache` or `selections`.
     """
     names = tuple(signature(own).parameters)[1:]
 
@@ -132,28 +159,35 @@ def _attention(own: Callable[..., Any]) -> Callable[..., Any]:
         whole = dict(zip(names, args, strict=False)) | kwargs
         x = whole["hidden_states"]
         queries = x.shape[1]
-        losses = whole.get("indexer_loss")
+        losses, selections = whole.get("indexer_loss"), whole.get("selections")
         if self.config._attn_implementation != NAME:
-            if isinstance(whole.get("cache"), LatentCache):
-                raise UnsupportedError(
-                    f"LatentCache: the model attends by {self.config._attn_implementation!r}, supported: {NAME!r}"
-                )
+            latent = isinstance(whole.get("cache"), LatentCache)
+            for name, there in (("LatentCache", latent), ("selections", selections is not None)):
+                if there:
+                    raise UnsupportedError(
+                        f"{name}: the model attends by {self.config._attn_implementation!r}, supported: {NAME!r}"
+                    )
             return own(self, *args, **kwargs)
-        if losses is not None:
-            if not isinstance(losses, IndexerLoss):
-                raise ArgumentError(f"indexer_loss: is {type(losses).__name__}, expected IndexerLoss")
-            UNDER_WAY.append(losses)
-            asked = ASKED.set(losses)
-            try:
-                return own(self, *args, **kwargs)
-            finally:
-                ASKED.reset(asked)
-                UNDER_WAY.pop()
-        if torch.is_grad_enabled() or queries <= AT_ONCE:
-            return own(self, *args, **kwargs)
+        for name, given, kind in (("indexer_loss", losses, IndexerLoss), ("selections", selections, Selections)):
+            if given is not None and not isinstance(given, kind):
+                raise ArgumentError(f"{name}: is {type(given).__name__}, expected {kind.__name__}")
+        if selections is not None:
+            if losses is not None and losses.dense:
+                raise ArgumentError("selections: given with IndexerLoss(dense=True), which attends to all keys")
+            selections.check(self.layer_idx, whole["attention_mask"][:, 0], queries, whole.get("cache"))
+
+        def computed(given: dict[str, Any], first: int, last: int) -> Any:
+            chosen = None if selections is None or self.indexer is None else selections.of(self.layer_idx, first, last)
+            if losses is None and chosen is None:
+                return own(self, **given)
+            with _asking(_Asked(losses, chosen)):
+                return own(self, **given)
+
+        if losses is not None or torch.is_grad_enabled() or queries <= AT_ONCE:
+            return computed(whole, 0, queries)
         if whole.get("cache") is None:
             whole["cache"] = LatentCache(self.config)
-        out, selections = torch.empty_like(x), []
+        out, chosen = torch.empty_like(x), []
         for first in range(0, queries, AT_ONCE):
             last = min(first + AT_ONCE, queries)
             some = whole | {
@@ -164,12 +198,12 @@ def _attention(own: Callable[..., Any]) -> Callable[..., Any]:
             for name in ("position_ids", "prev_topk_indices"):
                 if whole.get(name) is not None:
                     some[name] = whole[name][:, first:last]
-            out[:, first:last], _, *selection = own(self, **some)
-            selections += selection
-        if not selections:
+            out[:, first:last], _, *selection = computed(some, first, last)
+            chosen += selection
+        if not chosen:
             return out, None
-        width = max(each.shape[-1] for each in selections)  # keys of the first parts may be fewer than are selected
-        padded = [nn.functional.pad(each, (0, width - each.shape[-1]), value=-1) for each in selections]
+        width = max(each.shape[-1] for each in chosen)  # keys of the first parts may be fewer than are selected
+        padded = [nn.functional.pad(each, (0, width - each.shape[-1]), value=-1) for each in chosen]
         return out, None, torch.cat(padded, 1)
 
     return forward
@@ -194,13 +228,16 @@ def _indexer(own: Callable[..., Any], project: Callable[..., Projected]) -> Call
         if self.config._attn_implementation != NAME:
             return own(self, *args, **kwargs)
         arguments = dict(zip(names, args, strict=False)) | kwargs
-        losses = ASKED.get() if UNDER_WAY else None
+        losses, selected = _ASKED.get(_Asked(None, None)) if _UNDER_WAY else _Asked(None, None)
+        cache = arguments.get("cache")
+        if selected is not None and losses is None and cache is None:  # nobody reads what is projected
+            seen = Visible.of(arguments["attention_mask"], selected.shape[1], selected.shape[1])
+            return seen.places(selected.to(seen.starts.device))
         read = tree_map_only(torch.Tensor, torch.Tensor.detach, arguments)
         with torch.set_grad_enabled(losses is not None and torch.is_grad_enabled()):
             query, keys, weights = project(self, read)
             projected = Projected(of_16_bits(query), autocast(keys), weights)
         keys = Keys(projected.keys.detach())
-        cache = arguments.get("cache")
         if cache is not None:
             cached = cache.update_indexer(keys.values, self.layer_idx)
             keys = cached if isinstance(cached, Keys) else Keys(cached)
@@ -213,6 +250,8 @@ def _indexer(own: Callable[..., Any], project: Callable[..., Projected]) -> Call
                     "own; pass use_cache=False"
                 )
             losses.keep(self, projected, seen)
+        if selected is not None:
+            return seen.places(selected.to(seen.starts.device))
         with torch.no_grad():
             k = length if losses is not None and losses.dense else self.index_topk
             return select(projected.query, projected.weights, keys, seen, k)

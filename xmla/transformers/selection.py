@@ -50,33 +50,27 @@ def select(query: torch.Tensor, weights: torch.Tensor, keys: Keys, seen: Visible
     length = keys.values.shape[1]
     if length <= k:  # all, whatever their scores
         column = torch.arange(length, dtype=torch.int32, device=query.device)
-        chosen = torch.where(column < (seen.ends - seen.starts)[..., None], column + seen.starts[..., None], -1)
-    else:
-        if seen.order is not None:
-            order = torch.arange(len(query), device=query.device)[:, None], seen.order.long()
-            keys = keys.each(lambda part: part[order])
-        chosen = _select(query, weights, keys, seen, k)
-    if seen.order is None:
-        return chosen
-    place = seen.order.gather(1, chosen.clamp(min=0).flatten(1).long()).view(chosen.shape)
-    return torch.where(chosen < 0, -1, place)
+        return seen.places(torch.where(column < (seen.ends - seen.starts)[..., None], column, -1))
+    if seen.order is not None:
+        order = torch.arange(len(query), device=query.device)[:, None], seen.order.long()
+        keys = keys.each(lambda part: part[order])
+    return seen.places(_select(query, weights, keys, seen, k))
 
 
 def _select(query: torch.Tensor, weights: torch.Tensor, keys: Keys, seen: Visible, k: int) -> torch.Tensor:
+    """The keys [B, S, k], counted from the first that each query sees."""
     batch, queries, length = *query.shape[:2], keys.values.shape[1]
     if batch * queries * batch * length <= MOST_SCORES:  # a few queries of each sequence: one call for all
         first = torch.arange(batch, dtype=torch.int32, device=query.device)[:, None] * length
         rows = [each.flatten(0, 1) for each in (query, weights, seen.starts + first, seen.ends + first)]
-        chosen = _rows(k, keys.each(lambda part: part.flatten(0, 1)), *rows).unflatten(0, (batch, queries))
-        return torch.where(chosen < 0, -1, chosen + seen.starts[..., None])
+        return _rows(k, keys.each(lambda part: part.flatten(0, 1)), *rows).unflatten(0, (batch, queries))
     some = max(1, MOST_SCORES // length)
     chosen = query.new_empty((batch, queries, k), dtype=torch.int32)
     for sequence in range(batch):
         of_sequence = keys.each(lambda part, sequence=sequence: part[sequence])
         for place in range(0, queries, some):
             rows = [each[sequence, place : place + some] for each in (query, weights, seen.starts, seen.ends)]
-            column = _rows(k, of_sequence, *rows)
-            chosen[sequence, place : place + some] = torch.where(column < 0, -1, column + rows[2][:, None])
+            chosen[sequence, place : place + some] = _rows(k, of_sequence, *rows)
     return chosen
 
 

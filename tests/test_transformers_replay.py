@@ -1,0 +1,204 @@
+"""`Selections` of a rollout in transformers' models: the rollout's keys and bits in one pass, and what is refused."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from conftest import require_transformers
+
+require_transformers()
+
+from small_transformers import attending, build, padded, text
+
+from xmla import torch_api as xt
+from xmla.core.errors import ArgumentError, UnsupportedError
+from xmla.transformers import SERVED, IndexerLoss, LatentCache, Selections, attention, models
+
+# transformers warns of its own deprecations.
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.slow]
+
+TOKENS, TOPK = 41, 16
+
+
+class Noted:
+    """What each indexer of a model selects from now on, as places in the sequence, pass after pass."""
+
+    def __init__(self, model: Any) -> None:
+        self.layers: dict[int, list[torch.Tensor]] = {}
+        indexers = [each for name, each in model.named_modules() if name.endswith("self_attn.indexer")]
+        self.hooks = [each.register_forward_hook(self.note) for each in indexers if each is not None]
+
+    def note(self, indexer: Any, _: Any, result: torch.Tensor) -> None:
+        rows = torch.nn.functional.pad(result, (0, TOPK - result.shape[-1]), value=-1)
+        self.layers.setdefault(indexer.layer_idx, []).append(rows)
+
+    def taken(self) -> dict[int, torch.Tensor]:
+        made = {layer: torch.cat(rows, 1) for layer, rows in self.layers.items()}
+        self.layers.clear()
+        return made
+
+
+def config_of(model: Any) -> Any:
+    return model.config.get_text_config(decoder=True)
+
+
+def counted(layers: dict[int, torch.Tensor], starts: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Places of keys, counted from the first key [B, S] that each token sees, as a rollout counts them."""
+    return {layer: torch.where(rows < 0, -1, rows - starts[..., None]) for layer, rows in layers.items()}
+
+
+def first_keys(tokens: torch.Tensor, how: str) -> torch.Tensor:
+    starts = torch.zeros_like(tokens, dtype=torch.int32)
+    if how == "packed":
+        starts[:, 23:] = 23
+    elif how == "left":
+        starts[0] = 9
+    return starts
+
+
+def other(rows: torch.Tensor) -> torch.Tensor:
+    """A selection of as many keys that no indexer made: of tokens that see more than are selected the last ones."""
+    place = torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device)[:, None]
+    column = torch.arange(TOPK, dtype=torch.int32, device=rows.device)
+    behind = (place - TOPK + 1).clamp(min=0) + column
+    return torch.where(behind <= place, behind, -1).expand_as(rows).contiguous()
+
+
+@pytest.mark.parametrize("how", ["none", "left", "right", "packed"])
+@pytest.mark.parametrize("kind", SERVED)
+def test_a_pass_with_its_own_selections_has_its_bits(kind: str, how: str, device: str) -> None:
+    """Whatever stands before the first key of a document, also where layers share a selection."""
+    model, tokens = build(kind, device), text(device)
+    noted, given = Noted(model), {"use_cache": False} | padded(tokens, how)
+    with torch.no_grad():
+        own = model(tokens, **given).logits
+        layers = counted(noted.taken(), first_keys(tokens, how))
+        again = model(tokens, selections=Selections(model.config, layers), **given).logits
+    real = given.get("attention_mask", torch.ones_like(tokens)).bool()
+    assert torch.equal(again[real], own[real])
+
+
+def test_given_keys_are_attended_to_and_no_others(device: str) -> None:
+    """Other keys than the indexers', from the host; indexers are not asked, and their keys are where a loss is."""
+    model, tokens = build("glm_moe_dsa", device), text(device)
+    noted = Noted(model)
+    with torch.no_grad():
+        own = model(tokens, use_cache=False).logits
+        layers = {layer: other(rows).cpu() for layer, rows in noted.taken().items()}
+        replayed = model(tokens, use_cache=False, selections=Selections(model.config, layers)).logits
+    used = noted.taken()
+    assert used.keys() == layers.keys() and all(torch.equal(used[layer].cpu(), layers[layer]) for layer in layers)
+    assert not torch.equal(replayed, own)
+    losses = IndexerLoss()
+    out = model(
+        tokens, labels=tokens, use_cache=False, selections=Selections(model.config, layers), indexer_loss=losses
+    )
+    losses.added_to(out.loss).backward()
+    assert torch.equal(out.logits.detach(), replayed) and losses.layers.keys() == layers.keys()
+    assert all(torch.equal(rows.cpu(), layers[layer]) for layer, rows in noted.taken().items())
+
+
+def test_a_pass_in_parts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = build("deepseek_v32", device), text(device)
+    noted, mask = Noted(model), padded(tokens, "left")
+    with torch.no_grad():
+        model(tokens, use_cache=False, **mask)
+        layers = counted(noted.taken(), first_keys(tokens, "left"))
+        selections = Selections(model.config, layers)
+        monkeypatch.setattr(models, "AT_ONCE", 7)
+        model(tokens, use_cache=False, selections=selections, **mask)
+    parts = counted(noted.taken(), first_keys(tokens, "left"))
+    assert all(torch.equal(parts[layer], layers[layer]) for layer in layers)
+
+
+def exact(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of the model that show no order of sums, which on a CPU follows the number of rows."""
+    einsum = torch.einsum
+
+    def product(formula: str, *factors: torch.Tensor) -> torch.Tensor:
+        return einsum(formula, *(each.double() for each in factors)).to(factors[0].dtype)
+
+    monkeypatch.setattr(torch, "einsum", product)
+    for each in model.modules():
+        if isinstance(each, torch.nn.Linear):
+            linear = partial(product, "...i,oi->...o")
+            monkeypatch.setattr(each, "forward", lambda x, each=each, linear=linear: linear(x, each.weight))
+
+
+def test_log_probabilities_are_those_of_the_rollout(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit: four layers, a prompt in chunks, tokens one by one, and another batch in the trainer's one pass."""
+    shared = {"num_hidden_layers": 4, "indexer_types": ["full", "shared"] * 2, "mlp_layer_types": ["dense"] * 4}
+    model, tokens = build("glm_moe_dsa", device, **shared), text(device)
+    exact(model, monkeypatch)
+    noted, rollouts, layers = Noted(model), [], []
+    with monkeypatch.context() as engine, torch.no_grad():  # a rollout that is to have its bits in any batch
+        engine.setattr(attention.xt, "sparse_mla", partial(xt.sparse_mla, batch_invariant=True))
+        for sequence, steps in enumerate(((23, 11, *[1] * 7), (9, 9, 9, *[1] * 14))):
+            cache, logits, first = LatentCache(model.config), [], 0
+            for count in steps:
+                logits.append(model(tokens[sequence, None, first : first + count], cache=cache).logits)
+                first += count
+            rollouts.append(torch.cat(logits, 1))
+            layers.append(noted.taken())
+    recorded = {layer: torch.cat([each[layer] for each in layers]) for layer in layers[0]}
+    selections = Selections(model.config, recorded, batch_invariant=True)
+    out = model(tokens, use_cache=False, selections=selections)
+    assert all(torch.equal(rows, recorded[layer]) for layer, rows in noted.taken().items())
+    trainers, rollouts = (each.detach().float().log_softmax(-1) for each in (out.logits, torch.cat(rollouts)))
+    assert torch.equal(trainers, rollouts)
+    out.logits.float().log_softmax(-1).sum().backward()
+    assert all(each.grad is not None or "indexer" in name for name, each in model.named_parameters())
+
+
+def test_what_does_not_fit_is_refused_by_name(device: str) -> None:
+    model, tokens = build("glm_moe_dsa", device), text(device)
+    config = config_of(model)
+    rows = other(torch.zeros(2, TOKENS, TOPK, dtype=torch.int32, device=device))
+    for layers, told in (
+        ({0: rows}, r"given for layers \[0\], expected \[0, 2\], which select keys"),
+        ({0: rows, 1: rows, 2: rows}, r"given for layers \[0, 1, 2\], expected \[0, 2\]"),
+        ({0: rows, 2: rows.long()}, r"layer 2 has dtype torch\.int64, expected torch\.int32"),
+        ({0: rows[..., :15], 2: rows}, r"layer 0 has shape \(2, 41, 15\), expected \[batch, tokens, 16\]"),
+        ({0: rows, 2: rows[:1]}, r"layer 2 has shape \(1, 41, 16\), expected \(2, 41, 16\), that of layer 0"),
+    ):
+        with pytest.raises(ArgumentError, match=f"selections: {told}"):
+            Selections(model.config, layers)
+
+    def changed(place: tuple[int, ...], key: int) -> torch.Tensor:
+        copy = rows.clone()
+        copy[place] = key
+        return copy
+
+    ran: list[Any] = []
+    model.get_decoder().layers[0].self_attn.q_a_proj.register_forward_hook(lambda *_: ran.append(1))
+    for wrong, told in (
+        (rows[:, :-1], r"layer 0 has \[batch, tokens\] \(2, 40\), expected \(2, 41\), the pass's"),
+        (
+            changed((1, 5, 5), 6),
+            "sequence 1, token 5 has keys that it does not see: 6 keys up to 6, expected 6 below 6",
+        ),
+        (changed((0, 30, 3), 17), "token 30 has keys out of order, or twice: 16 keys up to 30"),
+        (changed((0, 30, 0), -2), "token 30 has keys out of order, or twice"),
+        (changed((0, 30, 15), -1), "token 30 has another number of keys: 15 keys up to 29, expected 16 below 31"),
+        (changed((0, 3), -1), "token 3 has another number of keys: 0 keys up to -1, expected 4 below 4"),
+    ):
+        layers = {0: rows if wrong.shape == rows.shape else wrong, 2: wrong}
+        with pytest.raises(ArgumentError, match=f"selections: .*{told}"):
+            model(tokens, use_cache=False, selections=Selections(model.config, layers))
+    assert not ran, "refused before the first layer's projections"
+    selections = Selections(model.config, {0: rows, 2: changed((slice(None), TOKENS - 1), -1)})
+    assert model(tokens, use_cache=False, selections=selections).logits.isfinite().all(), "the last token needs none"
+    for given, error, told in (
+        ({"selections": {0: rows}}, ArgumentError, "selections: is dict, expected Selections"),
+        ({"indexer_loss": IndexerLoss(dense=True)}, ArgumentError, r"given with IndexerLoss\(dense=True\)"),
+    ):
+        with pytest.raises(error, match=told):
+            model(tokens, **{"use_cache": False, "selections": selections} | given)
+    cache = LatentCache(config)
+    with torch.no_grad():
+        model(tokens[:, :3], cache=cache)
+        with pytest.raises(UnsupportedError, match="selections: 3 tokens are cached, supported: none"):
+            model(tokens, cache=cache, selections=selections)
+        with pytest.raises(UnsupportedError, match="selections: the model attends by 'eager', supported: 'xmla'"):
+            attending(model, "eager")(tokens, use_cache=False, selections=selections)
