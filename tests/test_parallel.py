@@ -191,6 +191,7 @@ def test_jit() -> None:
     for kind in ("auto", "explicit"):
         for call in (f"step, {kind}", f"shard_map, {kind}"):
             assert spread(call, 0, "tokens") and (devices == "2" or spread(call, 1, "heads")), found[call]
+        assert all(spec[0] == "tokens" for spec in found[f"shard_map over tokens, {kind}"]["specs"])
         for op in ("window_slots", "indexer_logits_paged"):
             assert spread(call := f"{op} without ids, {kind}", 0, "x"), found[call]
     assert spread(call := "vmap over the tokens' mesh axis", 0, "tokens"), found[call]

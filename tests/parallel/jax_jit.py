@@ -143,7 +143,8 @@ def check_a_step(mesh: Mesh) -> None:
         slots, counts = jax_api.map_slots(chosen, block_table, request_ids, page_size=page)
         return jax_api.sparse_mla(q, cache, slots, counts, sink, softmax_scale=0.1, batch_invariant=True)
 
-    check(f"step, {mesh.axis_types[0].name.lower()}", step, list(arrays.values()), mesh, specs, exact)
+    kind = mesh.axis_types[0].name.lower()
+    check(f"step, {kind}", step, list(arrays.values()), mesh, specs, exact)
     # A batch that is shared out, by vmap.
     batch = ("q", "logits", "ends", "request_ids")
     mapped = jax.vmap(step, in_axes=tuple(0 if name in batch else None for name in arrays))
@@ -157,7 +158,11 @@ def check_a_step(mesh: Mesh) -> None:
         check("vmap over the tokens' mesh axis", mapped, stacked, mesh, over, exact)
     # Inside a shard_map each device has its own already.
     mapped = jax.shard_map(step, mesh=mesh, in_specs=tuple(specs), out_specs=(P("tokens", "heads"),) * 2)
-    check(f"shard_map, {mesh.axis_types[0].name.lower()}", mapped, list(arrays.values()), mesh, specs, exact, step)
+    check(f"shard_map, {kind}", mapped, list(arrays.values()), mesh, specs, exact, step)
+    # Heads stay the mesh's in a shard_map over tokens alone: each device has all of its own tokens'.
+    own = tuple(P(*spec[:1]) if "tokens" in spec else P() for spec in specs)
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=own, out_specs=(P("tokens"),) * 2, axis_names={"tokens"})
+    check(f"shard_map over tokens, {kind}", mapped, list(arrays.values()), mesh, specs, exact, step)
 
 
 def check_what_stays_whole(mesh: Mesh) -> None:

@@ -42,9 +42,10 @@ def register_discharge_rule(primitive: Any, rule: Callable[..., Any]) -> None:
 
 
 _dispatch = _attributes("dispatch", "prim_requires_devices_during_lowering")
-_sharding = _attributes("sharding_impls", "ShardingContext")
+_sharding = _attributes("sharding_impls", "ShardingContext", "SPMDAxisContext")
 MESHES = _dispatch is not None and _sharding is not None
-ShardingContext: Any = _sharding[0] if _sharding else ()
+_contexts: tuple[Any, ...] = _sharding or ((), ())
+ShardingContext, ManualContext = _contexts
 
 
 def require_devices_during_lowering(primitive: Any) -> None:

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from xmla.core.call import Problem, Result
 from xmla.core.op import Op
 from xmla.core.values import Spec
-from xmla.jax_api._private import ShardingContext
+from xmla.jax_api._private import ManualContext, ShardingContext
 from xmla.jax_api._run import HostFunction
 
 Axes = Sequence[str | None]  # of an array; None for an axis of a result that is not sharded
@@ -73,8 +73,10 @@ def result_specs(op: Op, problem: Problem, specs: Sequence[P]) -> list[P]:
 
 
 def over_devices(module: mlir.ModuleContext) -> bool:
-    """Whether `jit` lowers `module` over several devices, outside a `shard_map`."""
+    """Whether `jit` lowers `module` over several devices: outside a `shard_map`, or in one over some axes of a mesh."""
     where = module.axis_context
+    if isinstance(where, ManualContext):
+        return len(where.manual_axes) < len(where.mesh.axis_names)
     return isinstance(where, ShardingContext) and where.num_devices > 1
 
 

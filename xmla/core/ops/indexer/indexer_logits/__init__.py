@@ -90,7 +90,7 @@ def batch(xp: Any, call: Callable[..., Any], arrays: Mapping[str, Any], attrs: A
         logits_dtype=attrs.logits_dtype,
         cache_format="fp8_ue8m0" if scales.dtype == xp.int32 and keys.shape[2] == flat["q8"].shape[2] else None,
     )
-    column = xp.arange(count, dtype=xp.int32)
+    column = xp.arange(count, dtype=xp.int32)[None, None]
     seen = (column >= arrays["starts"][..., None]) & (column < arrays["ends"][..., None])
     return (xp.where(seen, logits.reshape(size, tokens, count), -xp.inf),)
 
