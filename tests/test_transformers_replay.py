@@ -9,11 +9,11 @@ from conftest import require_transformers
 
 require_transformers()
 
-from small_transformers import attending, build, padded, text
+from small_transformers import KEYED, attending, build, padded, text
 
 from xmla import torch_api as xt
 from xmla.core.errors import ArgumentError, UnsupportedError
-from xmla.transformers import SERVED, IndexerLoss, LatentCache, Selections, attention, models
+from xmla.transformers import IndexerLoss, LatentCache, Selections, attention, models
 
 # transformers warns of its own deprecations.
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.slow]
@@ -66,7 +66,7 @@ def other(rows: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("how", ["none", "left", "right", "packed"])
-@pytest.mark.parametrize("kind", SERVED)
+@pytest.mark.parametrize("kind", KEYED)
 def test_a_pass_with_its_own_selections_has_its_bits(kind: str, how: str, device: str) -> None:
     """Whatever stands before the first key of a document, also where layers share a selection."""
     model, tokens = build(kind, device), text(device)

@@ -12,13 +12,13 @@ from conftest import HAS_GPU, require_transformers
 
 require_transformers()
 
-from small_transformers import attending, build, distance, first_layer, padded, text
+from small_transformers import KEYED, attending, build, distance, first_layer, padded, text
 from torch.utils._pytree import tree_map_only
 from transformers import DynamicCache
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
 from xmla.core.errors import ArgumentError, UnsupportedError
-from xmla.transformers import SERVED, IndexerLoss, LatentCache, models
+from xmla.transformers import IndexerLoss, LatentCache, models
 
 # transformers warns of its own deprecations.
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.slow]
@@ -269,7 +269,7 @@ def test_dropout_of_an_adapter_on_the_up_projection_is_refused(device: str) -> N
         model.train()(text(device, 1, 8))
 
 
-@pytest.mark.parametrize("kind", SERVED)
+@pytest.mark.parametrize("kind", KEYED)
 def test_autocast_of_a_model_in_float32(kind: str, device: str) -> None:
     """Losses and gradients are as near to float32 as eager attention's under autocast."""
     model, tokens = build(kind, device, index_topk=64).float(), text(device, 2, 14)

@@ -25,6 +25,14 @@ OF_TYPE: dict[str, dict[str, Any]] = {
     "hy_v4": {"q_lora_rank": 32, "indexer_types": ["full", "full", "shared"]} | DENSE,
     "mistral_large4_text": {"no_rope_layers": [1, 0, 1], "indexer_types": ["full"] * LAYERS} | DENSE,
 }
+KEYED = tuple(OF_TYPE)  # models whose indexers score keys of tokens
+OF_TYPE["deepseek_v4"] = {
+    "moe_intermediate_size": 32, "num_key_value_heads": 1, "head_dim": 512, "q_lora_rank": 32, "o_groups": 2,
+    "o_lora_rank": 32, "mlp_layer_types": ["hash_moe"] * LAYERS, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "layer_types": ["compressed_sparse_attention", "sliding_attention", "heavily_compressed_attention"],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}, "hc_mult": 2,
+    "sliding_window": 8, "index_topk": 4,
+}  # fmt: skip
 
 
 def build(kind: str, device: str, **changes: Any) -> Any:
@@ -39,7 +47,20 @@ def build(kind: str, device: str, **changes: Any) -> Any:
         return attending(
             MistralLarge4ForConditionalGeneration._from_config(config, dtype=torch.bfloat16).to(device).eval()
         )
-    return attending(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(device).eval())
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if kind == "deepseek_v4":
+        randomise(model)
+    return attending(model.to(device).eval())
+
+
+def randomise(model: Any) -> None:
+    """Draw what is initialised to zeros, so that leaving it out gives another result; experts are those of a token."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("sinks", "position_bias")):
+                parameter.normal_()
+        for layer in model.model.layers:
+            layer.mlp.gate.tid2eid.random_(4)
 
 
 def attending(model: Any, implementation: str = "xmla") -> Any:

@@ -6,7 +6,8 @@
 
 Importing this package makes the name known. Models of `SERVED` then select keys by `indexer_scores` and `select_topk`
 and attend by `sparse_mla`, over the latents as they are cached: neither scores of all indexer heads, nor keys and
-values of all heads, nor a mask of tokens by keys are made. Other models are refused by name when they are called.
+values of all heads, nor a mask of tokens by keys are made. DeepSeek-V4's keys are rows already, of a window and of
+entries that `compress_rows` makes. Other models are refused by name when they are called.
 `LatentCache` holds latents as the kernels read them, in 16 bits or fp8. `IndexerLoss` trains the indexers, and
 `Selections` of a rollout stand in the place of the indexers' own.
 
@@ -27,10 +28,9 @@ if release := older("transformers", TRANSFORMERS):
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from xmla.transformers.attention import attend
 from xmla.transformers.cache import LatentCache
 from xmla.transformers.learning import IndexerLoss
-from xmla.transformers.models import NAME, SERVED, mask, serve
+from xmla.transformers.models import NAME, SERVED, attend, mask, serve
 from xmla.transformers.replay import Selections
 
 __all__ = ["NAME", "SERVED", "IndexerLoss", "LatentCache", "Selections"]

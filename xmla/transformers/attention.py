@@ -54,13 +54,9 @@ def attend(
     up_key, up_value = up.split([module.qk_nope_head_dim, module.v_head_dim], 1)
     nope, rope = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
     q = torch.cat([torch.einsum("bhsn,hnl->bshl", nope, up_key), rope.transpose(1, 2)], -1).flatten(0, 1)
-    rows, apart = _pool(key[:, 0])
-    slots = indices
-    if batch > 1:
-        first = torch.arange(batch, dtype=torch.int32, device=q.device)[:, None, None] * apart
-        slots = torch.where(indices < 0, -1, indices + first)
+    rows, apart = flat(key[:, 0])
     sink = None if s_aux is None else s_aux.float()
-    slots, scale = slots.flatten(0, 1), float(scaling)
+    slots, scale = slots_of(indices, apart), float(scaling)
     invariant = selections is not None and selections.batch_invariant
     latent, lse = xt.sparse_mla(q, rows, slots, sink=sink, softmax_scale=scale, batch_invariant=invariant)
     out = torch.einsum("bshl,hvl->bshv", latent.unflatten(0, (batch, queries)).to(up_value.dtype), up_value)
@@ -111,7 +107,15 @@ def _up(module: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return linear(torch.eye(module.kv_lora_rank, dtype=dtype, device=device)).T
 
 
-def _pool(rows: torch.Tensor) -> tuple[torch.Tensor, int]:
+def slots_of(indices: torch.Tensor, apart: int) -> torch.Tensor:
+    """Slots [B·S, K] of rows [B, S, K] of each sequence, in a pool that has sequences so many rows apart."""
+    if len(indices) > 1:
+        first = torch.arange(len(indices), dtype=torch.int32, device=indices.device)[:, None, None] * apart
+        indices = torch.where(indices < 0, -1, indices + first)
+    return indices.flatten(0, 1)
+
+
+def flat(rows: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Rows [B, N, ROW] of several sequences as one pool [·, 1, ROW], and how many rows there sequences are apart."""
     batch, length, row = rows.shape
     between, step, dense = rows.stride()

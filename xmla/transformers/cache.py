@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
+from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from xmla import torch_api as xt
 from xmla.core.errors import ArgumentError, UnsupportedError
@@ -155,7 +155,8 @@ class LatentCache(DynamicCache):
 
     Raises:
         ArgumentError: `entries` or `indexer_keys` is another word.
-        UnsupportedError: The model's latents, rotated keys or indexer's keys have other sizes than the formats.
+        UnsupportedError: The model caches no latents. Or its latents, rotated keys or indexer's keys have other sizes
+            than the formats.
     """
 
     def __init__(self, config: Any, entries: str | None = None, indexer_keys: str | None = None) -> None:
@@ -164,6 +165,11 @@ class LatentCache(DynamicCache):
             if word not in (None, "fp8"):
                 raise ArgumentError(f"LatentCache: {name} is {word!r}, expected None or 'fp8'")
         text = config.get_text_config(decoder=True)
+        if any(isinstance(layer, DynamicSlidingWindowLayer) for layer in self.layers):
+            raise UnsupportedError(
+                f"LatentCache: layers of {text.model_type} cache no latents, supported: "
+                "DynamicCache(config=model.config)"
+            )
         if entries and (text.kv_lora_rank, text.qk_rope_head_dim) != (V32.latent, V32.rope):
             raise UnsupportedError(
                 f"LatentCache: the model has latents of {text.kv_lora_rank} and {text.qk_rope_head_dim} dims, entries "

@@ -112,12 +112,20 @@ def ranges(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Starts and ends [B, ·] of the keys of some queries after others, by `rows` of a mask for so many at once."""
     for place in range(0, queries, at_once):
-        mask = rows(q_length=min(at_once, queries - place), q_offset=first + place)[:, 0]
-        count, starts = mask.sum(-1), mask.to(torch.int8).argmax(-1)
-        ends = mask.shape[-1] - mask.flip(-1).to(torch.int8).argmax(-1)
-        if bool(((count > 0) & (ends - starts != count)).any()):
-            raise UnsupportedError(
-                "xmla.transformers: a query's keys are not one after another, supported are causal masks with padding "
-                "and packed sequences"
-            )
-        yield starts, starts + count
+        yield bounds(rows(q_length=min(at_once, queries - place), q_offset=first + place)[:, 0])
+
+
+def bounds(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Starts and ends [B, S] of the keys that a mask [B, S, N] has.
+
+    Raises:
+        UnsupportedError: A query's keys are no range.
+    """
+    count, starts = mask.sum(-1), mask.to(torch.int8).argmax(-1)
+    ends = mask.shape[-1] - mask.flip(-1).to(torch.int8).argmax(-1)
+    if bool(((count > 0) & (ends - starts != count)).any()):
+        raise UnsupportedError(
+            "xmla.transformers: a query's keys are not one after another, supported are causal masks with padding "
+            "and packed sequences"
+        )
+    return starts, starts + count

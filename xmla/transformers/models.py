@@ -1,4 +1,4 @@
-"""The models of transformers that are served: how their indexers project, and where xmla stands in their classes."""
+"""The models of transformers that are served, and where xmla stands in their classes."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
+from transformers import DynamicCache
 
 from xmla.core.errors import ArgumentError, UnsupportedError
+from xmla.transformers import attention, entries
 from xmla.transformers.attention import autocast, latents, of_16_bits
 from xmla.transformers.cache import LatentCache
 from xmla.transformers.learning import IndexerLoss
@@ -23,6 +25,7 @@ from xmla.transformers.selection import Keys, Projected, select
 
 NAME = "xmla"
 AT_ONCE = 8192  # queries that attention projects: those of all heads are 150 KB a token and more
+A_TOKEN = ("hidden_states", "position_embeddings", "position_ids", "prev_topk_indices")  # of which a part has its own
 
 
 class _Asked(NamedTuple):
@@ -118,11 +121,12 @@ _CLASSES: dict[str, tuple[str, str, Callable[..., Projected]]] = {
     "hy_v4": ("hy_v4", "HYV4", hy_v4),
     "mistral_large4_text": ("mistral_large4", "MistralLarge4Text", mistral_large4),
 }
-SERVED = tuple(_CLASSES)
+ENTRIES = "deepseek_v4"
+SERVED = (*_CLASSES, ENTRIES)
 
 
 def mask(*sizes: Any, config: Any, **options: Any) -> torch.Tensor:
-    """`visible` of a model that is served.
+    """What layers of a served model get in place of a mask.
 
     Raises:
         UnsupportedError: It is not of `SERVED`.
@@ -132,25 +136,73 @@ def mask(*sizes: Any, config: Any, **options: Any) -> torch.Tensor:
             f"xmla.transformers: model_type is {config.model_type}, supported: {', '.join(SERVED)}; another "
             "attn_implementation serves it"
         )
-    return visible(*sizes, **options)
+    return (entries.window if config.model_type == ENTRIES else visible)(*sizes, **options)
+
+
+def attend(module: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    """Attention of a layer, as transformers calls it."""
+    return (entries if module.config.model_type == ENTRIES else attention).attend(module, *args, **kwargs)
+
+
+class _Layer(NamedTuple):
+    """What the layers of a model have of their own.
+
+    Attributes:
+        part: The mask of some of a pass's queries, of the layer, the pass's arguments, the first and the last.
+        cache: What makes the cache of a pass in parts that has none.
+        keyed: Whether its indexer scores keys of tokens.
+    """
+
+    part: Callable[..., torch.Tensor]
+    cache: Callable[..., Any]
+    keyed: bool
 
 
 def serve() -> None:
     """Have the classes of each served model ask xmla, where their configuration names it."""
     for file, prefix, project in _CLASSES.values():
-        module = import_module(f"transformers.models.{file}.modeling_{file}")
-        attention, indexer = getattr(module, f"{prefix}Attention"), getattr(module, f"{prefix}Indexer")
-        attention.forward = _attention(attention.forward)
-        attention.expand_kv = _expand_kv(attention.expand_kv)
+        module = _module(file)
+        layer, indexer = getattr(module, f"{prefix}Attention"), getattr(module, f"{prefix}Indexer")
+        layer.forward = _attention(layer.forward, _Layer(_part, LatentCache, keyed=True))
+        layer.expand_kv = _expand_kv(layer.expand_kv)
         indexer.forward = _indexer(indexer.forward, project)
+    module = _module("deepseek_v4")
+    layer = module.DeepseekV4Attention
+    layer.forward = _attention(layer.forward, _Layer(entries.part, DynamicCache, keyed=False))
+    for each, ours in (
+        (module.DeepseekV4HCACompressor, entries.heavily),
+        (module.DeepseekV4CSACompressor, entries.sparsely),
+        (module.DeepseekV4Indexer, entries.index),
+    ):
+        each.forward = _instead(each.forward, ours)
 
 
-def _attention(own: Callable[..., Any]) -> Callable[..., Any]:
+def _module(file: str) -> Any:
+    return import_module(f"transformers.models.{file}.modeling_{file}")
+
+
+def _instead(own: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """Another forward, of modules that know their configuration by the rotation that they have."""
+
+    @wraps(own)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = self.rotary_emb.config._attn_implementation == NAME
+        return (ours if asked else own)(self, *args, **kwargs)
+
+    return forward
+
+
+def _part(layer: Any, whole: dict[str, Any], first: int, last: int) -> torch.Tensor:
+    return part(whole["attention_mask"], whole["hidden_states"].shape[1], first, last)
+
+
+def _attention(own: Callable[..., Any], layer: _Layer) -> Callable[..., Any]:
     """A forward that knows the pass's `indexer_loss` and `selections`; of many queries in parts without gradients.
 
     Raises:
         ArgumentError: One of them is something else, or does not fit the pass.
-        UnsupportedError: Another attention is given a `LatentCache` or `selections`.
+        UnsupportedError: Another attention is given a `LatentCache` or `selections`; the model's indexers score other
+            keys than tokens'.
     """
     names = tuple(signature(own).parameters)[1:]
 
@@ -171,6 +223,11 @@ def _attention(own: Callable[..., Any]) -> Callable[..., Any]:
         for name, given, kind in (("indexer_loss", losses, IndexerLoss), ("selections", selections, Selections)):
             if given is not None and not isinstance(given, kind):
                 raise ArgumentError(f"{name}: is {type(given).__name__}, expected {kind.__name__}")
+            if given is not None and not layer.keyed:
+                raise UnsupportedError(
+                    f"{name}: indexers of {self.config.model_type} score groups of tokens, supported are those that "
+                    "score tokens"
+                )
         if selections is not None:
             if losses is not None and losses.dense:
                 raise ArgumentError("selections: given with IndexerLoss(dense=True), which attends to all keys")
@@ -186,18 +243,13 @@ def _attention(own: Callable[..., Any]) -> Callable[..., Any]:
         if losses is not None or torch.is_grad_enabled() or queries <= AT_ONCE:
             return computed(whole, 0, queries)
         if whole.get("cache") is None:
-            whole["cache"] = LatentCache(self.config)
+            whole["cache"] = layer.cache(config=self.config)
         out, chosen = torch.empty_like(x), []
         for first in range(0, queries, AT_ONCE):
             last = min(first + AT_ONCE, queries)
-            some = whole | {
-                "hidden_states": x[:, first:last],
-                "position_embeddings": tuple(each[:, first:last] for each in whole["position_embeddings"]),
-                "attention_mask": part(whole["attention_mask"], queries, first, last),
-            }
-            for name in ("position_ids", "prev_topk_indices"):
-                if whole.get(name) is not None:
-                    some[name] = whole[name][:, first:last]
+            a_token = {name: whole[name] for name in A_TOKEN if name in whole}
+            some = whole | tree_map_only(torch.Tensor, lambda x, part=slice(first, last): x[:, part], a_token)
+            some["attention_mask"] = layer.part(self, whole, first, last)
             out[:, first:last], _, *selection = computed(some, first, last)
             chosen += selection
         if not chosen:
