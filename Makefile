@@ -23,7 +23,7 @@ PUBLIC := __init__.py _warmup.py compat/__init__.py compat/deep_gemm.py compat/f
 SECONDS ?= 60
 # Other numbers are other cases.
 FIRST ?= 0
-VLLM ?= 0.26.0 0.33.0
+VLLM ?= 0.26.0 0.27.0 0.33.0
 SGLANG ?= 0.5.23
 MAXTEXT ?= 0.2.5
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n : 8)))
@@ -34,10 +34,14 @@ OF_JAX = $(filter-out tests/test_jax_programs.py,$(wildcard tests/test_jax*.py))
   tests/test_layouts.py tests/test_live.py \
   tests/test_lowering.py tests/test_maxtext.py tests/test_parallel.py tests/test_parity.py tests/test_private.py \
   tests/test_settings.py tests/test_training.py
+# What a release of torch, Triton, transformers or of a package of the command's may change.
+AT_FLOORS = $(wildcard tests/test_torch*.py tests/test_transformers*.py tests/test_megatron*.py) $(OF_JAX) \
+  tests/test_cli.py tests/test_command.py tests/test_compat.py tests/test_compressor_training.py tests/test_formats.py \
+  tests/test_launcher.py tests/test_ops.py tests/test_quantised_training.py tests/test_serving.py
 FAST = tests/core tests/contract/test_8_wrong_arguments.py tests/test_parity.py tests/test_layouts.py \
   tests/test_formats.py
 
-.PHONY: demo test test-fast test-plain jax vllm sglang maxtext fuzz matrix mutants planted lint types docs pages report wheel release clean
+.PHONY: demo test test-fast test-plain jax floors vllm sglang maxtext fuzz matrix mutants planted lint types docs pages report wheel release clean
 test: $(READY)
 	$(if $(ALL),XMLA_ALL=1) $(ENV) $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup $(if $(ALL),--timeout 7200)
 
@@ -79,11 +83,19 @@ build/maxtext/%/ready: tests/maxtext_layer/requirements.txt $(READY)
 # The tests that take JAX, and its programs in documents and examples, with each release that is served, or those that
 # JAX names.
 jax: $(READY)
-	set -e; folders=$$($(PYTHON) -m tools.jaxes $(JAX)); for folder in $$folders; do \
+	set -e; folders=$$($(PYTHON) -m tools.releases jax $(JAX)); for folder in $$folders; do \
 	  $(ENV) PYTHONPATH=$$folder $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup $(OF_JAX); \
 	  $(ENV) PYTHONPATH=$$folder $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup -m jax \
 	    tests/test_documents.py tests/test_examples.py; \
 	done
+
+# With the lowest release of every dependency: the command, torch's compiler, each framework's own ways, and values; then
+# the demo, whose transformers may be an older one.
+floors: $(READY)
+	set -e; folders=$$($(PYTHON) -m tools.releases floors torch,jax,cuda,transformers); \
+	  $(ENV) PYTHONPATH=$$folders $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup $(AT_FLOORS)
+	set -e; folders=$$($(PYTHON) -m tools.releases floors torch,demo); \
+	  $(ENV) PYTHONPATH=$$folders $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup tests/test_demo.py
 
 fuzz: $(READY)
 	$(ENV) $(PYTHON) -m tools.fuzz --seconds $(SECONDS) --first $(FIRST)
@@ -142,12 +154,11 @@ types: $(READY)
 	  sys.exit("xmla needs Python 3.12 or newer, $(BOOTSTRAP) is %d.%d: make BOOTSTRAP=/path/to/python3.12" % v[:2])'
 	$(BOOTSTRAP) -m venv .venv
 
-.venv/ready: pyproject.toml tools/tritons.py tools/jaxes.py | .venv/bin/python
-	@echo "Installing torch, Triton, JAX and what tests need into .venv: 9.2 GB, some minutes, once."
+.venv/ready: pyproject.toml tools/releases.py | .venv/bin/python
+	@echo "Installing torch, Triton, JAX and what tests need into .venv: 10.7 GB, some minutes, once."
 	.venv/bin/python -m pip install --quiet --upgrade pip  # older ones show no progress while they install
 	.venv/bin/python -m pip install --progress-bar on --editable '.[torch,jax]' --group dev
-	.venv/bin/python -m tools.tritons
-	.venv/bin/python -m tools.jaxes
+	.venv/bin/python -m tools.releases
 	touch .venv/demo $@
 
 .venv/demo: pyproject.toml | .venv/bin/python

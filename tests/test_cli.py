@@ -14,6 +14,7 @@ from zipfile import ZipFile
 import numpy as np
 import pytest
 import torch
+import typer
 from conftest import HAS_GPU
 from kit import all_cases, assert_bits_equal
 from triton.runtime.cache import get_cache_manager
@@ -45,6 +46,7 @@ README = (ROOT / "README.md").read_text()
 WIDE = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
 
 
+@pytest.mark.floors
 def test_info() -> None:
     plain, as_json = (CliRunner().invoke(app, ["info", *extra]) for extra in ((), ("--json",)))
     assert plain.exit_code == as_json.exit_code == 0
@@ -270,6 +272,7 @@ def test_largest_error() -> None:
     assert largest_error(np.array([1.0, np.inf, np.inf, np.nan]), want) == np.inf
 
 
+@pytest.mark.floors
 def test_supports_answers_for_every_device() -> None:
     (example,) = re.findall(r"`xmla (supports [^`]*)`", SERVING)
     yes = CliRunner().invoke(app, example.split())
@@ -392,6 +395,15 @@ def test_version() -> None:
     assert CliRunner().invoke(app, ["--version"]).output == f"xmla {__version__}\n"
 
 
+@pytest.mark.floors
+def test_every_command_has_help() -> None:
+    commands = ([], *([name] for name in typer.main.get_command(app).commands), ["layouts", "digest"])
+    for words in commands:
+        help_of = CliRunner().invoke(app, [*words, "--help"], env=WIDE)
+        assert help_of.exit_code == 0 and "--help" in help_of.output, (words, help_of.exception)
+
+
+@pytest.mark.floors
 def test_completion() -> None:
     """Of commands, options and models, as the shell asks for it."""
     for words, offered in (("pl", {"plan"}), ("plan --pa", {"--page-size"}), ("warmup --model deep", {"deepseek_v4"})):
@@ -400,6 +412,7 @@ def test_completion() -> None:
         assert offered <= set(result.output.split()), result.output
 
 
+@pytest.mark.floors
 def test_errors_are_one_line_and_exit_2(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments, message in (
         (["plan", "--device", "V100"], "device is 'V100', expected one of H100, H200, B200, B300, RTX PRO 6000, "),

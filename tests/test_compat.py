@@ -788,6 +788,7 @@ def test_every_layout_of_every_argument(device: str, layout: str) -> None:
 # Compiled code, errors, and what is left to the packages.
 
 
+@pytest.mark.floors
 def test_compiles_whole(device: str) -> None:
     """fullgraph: no graph break, so no value is read; the same results."""
     decode, prefill, ragged, paged = (decode_problem(device, v4_pool, 512), prefill_problem(device),

@@ -41,7 +41,7 @@ from pathlib import Path
 import pytest
 from conftest import HAS_GPU
 
-from tools import jaxes
+from tools import releases
 from xmla.core.registry import registry
 
 TESTS = Path(__file__).parent
@@ -55,7 +55,12 @@ OF_EVERY_OP = {"slices", "scanned_and_used", "looped", "scanned"}
 def compiled(release: str, part: int) -> subprocess.CompletedProcess[str]:
     """A process that tells of the programs of a part of the ops."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    ours = (jaxes.folder(release), TESTS / "shared", TESTS.parent, *filter(None, [os.environ.get("PYTHONPATH")]))
+    ours = (
+        releases.folder("jax", release),
+        TESTS / "shared",
+        TESTS.parent,
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    )
     environment["PYTHONPATH"] = os.pathsep.join(map(str, ours))
     command = [sys.executable, "-W", "ignore", str(TESTS / "jax_programs/programs.py"), *NAMES[part::PARTS]]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -64,7 +69,7 @@ def compiled(release: str, part: int) -> subprocess.CompletedProcess[str]:
 PROGRAMS = [
     pytest.param(release, place % PARTS, name, id=f"{release}-{name}",
                  marks=pytest.mark.xdist_group(f"jax-{release}-{place % PARTS}"))
-    for release in jaxes.RELEASES
+    for release in releases.SERVED["jax"]
     for place, name in enumerate(NAMES)
 ]  # fmt: skip
 
@@ -72,10 +77,10 @@ PROGRAMS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("release", "part", "name"), PROGRAMS)
 def test_calls_are_made_once_in_memory_of_their_own(release: str, part: int, name: str) -> None:
-    if not jaxes.installed(release):
+    if not releases.installed("jax", release):
         if HAS_GPU:
-            pytest.skip("each release of JAX is looked at where CI runs; tools/jaxes.py installs them")
-        pytest.fail(f"JAX {release} is not installed: {sys.executable} tools/jaxes.py {release}")
+            pytest.skip("each release of JAX is looked at where CI runs; tools/releases.py installs them")
+        pytest.fail(f"JAX {release} is not installed: {sys.executable} -m tools.releases jax {release}")
     done = compiled(release, part)
     assert done.returncode == 0, done.stderr[-4000:]
     line = next(line for line in map(json.loads, done.stdout.splitlines()) if line["op"] == name)

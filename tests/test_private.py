@@ -101,6 +101,7 @@ def run(code: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.floors
 @pytest.mark.parametrize("code", [TORCH, JAX], ids=["torch", "jax"])
 def test_without_private_names(code: str) -> None:
     run(code)

@@ -215,6 +215,7 @@ def piecewise(graph: torch.fx.GraphModule, example: Any) -> Callable[..., Any]:
 pieces: list[int] = []
 
 
+@pytest.mark.floors
 def test_piecewise_compilation_keeps_the_order_of_mutations(device: str) -> None:
     """torch.compile with the ops as splitting points: out-variants and cache writes stay where they stand."""
     engine = Engine([40, 9], 64, device)

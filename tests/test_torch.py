@@ -74,6 +74,7 @@ def test_out_variant_writes_the_given_tensors(op: Op, device: str) -> None:
         kit.assert_bits_equal(name, tensor, want, defined(op, arguments, attrs))
 
 
+@pytest.mark.floors
 @by_name
 def test_compiles_whole_and_dynamic(op: Op, device: str) -> None:
     """fullgraph: no graph break. dynamic: another number of tokens does not compile again."""

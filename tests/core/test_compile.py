@@ -11,10 +11,11 @@ from conftest import HAS_GPU, require_assembler
 from tools import compile_unknown, support_matrix
 from tools.compile_plans import DEVICES
 from tools.kept import MATRIX, file_of, keep
-from tools.tritons import OLDER, folder
+from tools.releases import SERVED, folder
 from xmla.core.registry import registry
 from xmla.core.values import Device
 
+OLDER = SERVED["triton"]
 TENSOR_MEMORY_COLUMNS = 512
 GLUON = ("_sm90_kernel", "_sm100_kernel", "_sm120_kernel")  # how the kernels for one architecture are called
 WITHOUT_PRODUCTS = {"topk_rows_sm90_kernel", "topk_cluster_sm90_kernel", "select_slots_cluster_sm90_kernel"}
@@ -76,7 +77,7 @@ def compiled(version: str, arch: int) -> Iterator[tuple[list[support_matrix.Line
     """All lines of an architecture, and those of kernels that were compiled; if the checks of the body pass,
     `make matrix` writes the digests."""
     check = f"triton-{version}-sm_{arch}"
-    other = folder(version) if version in OLDER else None
+    other = folder("triton", version) if version in OLDER else None
     options = ["--as", str(SAME_GENERATOR[arch])] if arch in SAME_GENERATOR and not other else []
     if not MATRIX:
         sharing = (arch,) if arch in GENERATORS and not other else GENERATORS if other else OTHERS
@@ -91,8 +92,8 @@ def compiled(version: str, arch: int) -> Iterator[tuple[list[support_matrix.Line
 @pytest.mark.slow
 @pytest.mark.parametrize(("version", "arch"), CONFIGURATIONS)
 def test_every_configuration_compiles(version: str, arch: int) -> None:
-    if version in OLDER and HAS_GPU and not folder(version).exists():
-        pytest.skip("older Tritons are compiled where CI runs; tools/tritons.py installs them")
+    if version in OLDER and HAS_GPU and not folder("triton", version).exists():
+        pytest.skip("older Tritons are compiled where CI runs; tools/releases.py installs them")
     require_assembler(arch)
     with compiled(version, arch) as (lines, kernels):
         assert {line["op"] for line in lines} == set(registry()), "an op was not planned"

@@ -9,7 +9,7 @@ from packaging.version import Version
 TESTED = {
     "triton": SpecifierSet(">=3.7.1,<3.10"),
     "torch": SpecifierSet(">=2.12.1,<2.16"),
-    "jax": SpecifierSet(">=0.11,<0.13"),
+    "jax": SpecifierSet(">=0.11.2,<0.13"),
     "jax-triton": SpecifierSet(">=0.4.1,<0.5"),
 }
 # The first release of transformers that has all models of xmla.transformers, which refuses earlier ones.
