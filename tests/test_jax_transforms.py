@@ -51,7 +51,10 @@ def same(op: Op, name: str, got: object, want: object, where: np.ndarray | None)
 
 
 def check_vmap(op: Op, case: Case, axes: dict[str, int | None], size: int = 3) -> None:
-    """vmap over the axes given against a call for each element; arguments without one are the first call's."""
+    """vmap over the axes given against a call for each element; arguments without one are the first call's.
+
+    Its rule may not lean on what a program can forbid: implicit promotion of dtypes and of ranks.
+    """
     inputs = batch(op, case, size)
     names = list(inputs)
     shared = {name for name in names if axes.get(name) is None}
@@ -61,7 +64,8 @@ def check_vmap(op: Op, case: Case, axes: dict[str, int | None], size: int = 3) -
     ]
     function = function_of(op, case, names)
     mapped = jax.jit(jax.vmap(function, in_axes=tuple(axes.get(name) for name in names)))
-    got = kit.as_tuple(mapped(*stacked))
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        got = kit.as_tuple(mapped(*stacked))
     for element in range(size):
         arrays = {name: values[0 if name in shared else element] for name, values in inputs.items()}
         where = None
