@@ -161,6 +161,26 @@ def test_vmap_over_none(op: Op, case: Case) -> None:
     assert [(a.shape, a.dtype) for a in got] == [((0, *a.shape), a.dtype) for a in want]
 
 
+@pytest.mark.parametrize(("op", "case"), [pair for pair in SMALL if pair[0].name != "split_batch"], ids=kit.case_id)
+def test_vmap_over_a_symbolic_number_of_calls(op: Op, case: Case) -> None:
+    """Calls made one after the other are a loop, of any length; those folded into one have a plan, of numbers."""
+    arrays = {name: np.ascontiguousarray(array) for name, array in kit.make(case).items()}
+    shared = SHARED | SHARED_ROTATIONS.get(op.name, set())
+    (size,) = jax.export.symbolic_shape("size")
+    axes = [None if name in shared else 0 for name in arrays]
+    leading = [() if axis is None else (size,) for axis in axes]
+    dtypes = [jax.dtypes.canonicalize_dtype(array.dtype) for array in arrays.values()]
+    shapes = [(*first, *array.shape) for first, array in zip(leading, arrays.values(), strict=True)]
+    mapped = jax.vmap(function_of(op, case, list(arrays)), in_axes=axes)
+    given = list(map(jax.ShapeDtypeStruct, shapes, dtypes))
+    if op.sums_over_tokens or not {"T", "B"} & {axis for tensor in op.tensors.values() for axis in tensor.names}:
+        assert all(result.shape[0] == size for result in kit.as_tuple(jax.eval_shape(mapped, *given)))
+        return
+    with pytest.raises(UnsupportedError) as caught:
+        jax.eval_shape(mapped, *given)
+    assert str(caught.value) == f"{op.name}: vmap is over size calls, supported: sizes that are numbers"
+
+
 def test_vmap_over_none_of_a_ref() -> None:
     case = smallest(OPS["resolve_slots"])
     indices, held, slots = (jnp.asarray(np.ascontiguousarray(array))[None][:0] for array in kit.make(case).values())

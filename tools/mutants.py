@@ -234,6 +234,8 @@ MUTANTS = (
            "../test_parallel.py", "gradients_and_vmap"),
     Mutant("if isinstance(value, _private.RefView):", "if False:", "xmla/jax_api/_ops.py", "../test_jax.py",
            "view_of_a_ref"),
+    Mutant("elif not isinstance(size, int):", "elif False:", "xmla/jax_api/_primitive.py",
+           "../test_jax_transforms.py", "symbolic_number"),
     Mutant("elif size == 0:", "elif False:", "xmla/jax_api/_primitive.py", "../test_jax_transforms.py", "over_none"),
     Mutant("if not -LARGEST_FACTOR <= value <= LARGEST_FACTOR:", "if False:", "xmla/core/values/attribute.py",
            "test_8_wrong_arguments.py", "test_message"),

@@ -176,6 +176,8 @@ def _batch(operands: Sequence[Any], axes: Sequence[Any], *, op: Op, names: tuple
     pools = set() if apart else _batching.batched_pools(op, dims)
     if apart:
         outputs = _batch_sequentially(op, arrays, dims, params)
+    elif not isinstance(size, int):
+        raise UnsupportedError(f"{op.name}: vmap is over {size} calls, supported: sizes that are numbers")
     elif size == 0:
         outputs = _batch_of_size_0(op, arrays, dims, params["attrs"])
     elif pools and op.batch is not None:
