@@ -5,6 +5,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -109,6 +111,16 @@ class Subclass(np.ndarray):
     pass
 
 
+@dataclass
+class Variable:
+    """What a module holds, as Flax does."""
+
+    array: jax.Array
+
+    def __jax_array__(self) -> jax.Array:
+        return self.array
+
+
 def strided(array: np.ndarray) -> np.ndarray:
     """Every other element of each row of a larger array."""
     wide = np.repeat(array, 2, axis=-1)
@@ -159,10 +171,13 @@ def test_arrays_of_every_kind(op: Op) -> None:
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_arrays_that_jax_would_read_otherwise_are_refused(op: Op) -> None:
-    """Those with a mask, and those of the other byte order."""
+    """Those with a mask, those of the other byte order, and what JAX would make an array of."""
     inputs = {name: np.ascontiguousarray(array) for name, array in kit.make(op.cases[0]).items()}
     for name, array in inputs.items():
-        wrong: list[tuple[np.ndarray, str]] = [(np.ma.array(array), "is MaskedArray, expected jax.Array")]
+        wrong: list[tuple[object, str]] = [
+            (np.ma.array(array), "is MaskedArray, expected jax.Array"),
+            (Variable(jnp.asarray(array)), "is Variable, expected jax.Array; jnp.asarray makes one of it"),
+        ]
         if array.dtype.kind in "iuf" and array.dtype.itemsize > 1:
             other = array.astype(array.dtype.newbyteorder())
             wrong.append((other, f"dtype is {other.dtype}, expected "))
@@ -303,6 +318,24 @@ def test_symbolic_sizes_are_refused_by_name(op: Op) -> None:
             jax.export.export(jax.jit(call))(*shapes)
         axis = f"{op.name}: {name} axis {op.tensors[name].names[0]} (axis 0)"
         assert str(refused.value) == f"{axis} is size, supported: sizes that are numbers"
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_arrays_in_the_hosts_memory_are_refused(op: Op) -> None:
+    """Whichever it is; XLA refuses to compile the call of an updated one, or ends the process if it is donated."""
+    case = op.cases[0]
+    arrays = dict(zip(op.tensors, kit.jax_inputs(op, kit.make(case)), strict=True))
+    host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    call = partial(getattr(JAX_OPS, op.name), **case.attrs)
+    for name in (name for name, array in arrays.items() if array is not None):
+        there = arrays | {name: jax.device_put(arrays[name], host)}
+        for function in (call, partial(jax.eval_shape, call)):
+            with pytest.raises(UnsupportedError) as refused:
+                function(*there.values())
+            assert str(refused.value) == (
+                f"{op.name}: {name} is in the host's memory, supported: the device's, as by "
+                f"jax.device_put({name}, jax.memory.Space.Device)"
+            )
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)

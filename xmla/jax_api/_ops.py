@@ -24,12 +24,16 @@ def _checked_spec(op: Op, name: str, array: Any) -> Spec:
 
     Raises:
         UnsupportedError: A size is symbolic, as in an export of any size: a plan's grids and constants follow from it.
+            Or the array is in the host's memory: XLA has the new value of an updated one elsewhere.
     """
     for axis, (label, size) in enumerate(zip(op.tensors[name].names, array.shape, strict=False)):
         if not isinstance(size, int):
             raise UnsupportedError(
                 f"{op.name}: {name} axis {label} (axis {axis}) is {size}, supported: sizes that are numbers"
             )
+    if not isinstance(array, np.ndarray) and jax.typeof(array).memory_space == jax.memory.Space.Host:
+        to_device = f"jax.device_put({name}, jax.memory.Space.Device)"
+        raise UnsupportedError(f"{op.name}: {name} is in the host's memory, supported: the device's, as by {to_device}")
     dtype = array.dtype.name if getattr(array.dtype, "isnative", True) else str(array.dtype)  # ">f4" is no float32
     return Spec(tuple(array.shape), dtype)
 
@@ -94,6 +98,7 @@ def public(op: Op) -> Callable[..., Any]:
             if not _is_array(value):
                 written = value is None and (name in op.pools or name in op.mutates)
                 remedy = "; a write through a Ref returns None, and the Ref is the cache" if written else ""
+                remedy = "; jnp.asarray makes one of it" if hasattr(value, "__jax_array__") else remedy
                 raise ArgumentError(f"{op.name}: {name} is {type(value).__name__}, expected jax.Array{remedy}")
             arrays[name] = value
         _check_refs(op, arrays)
@@ -171,5 +176,5 @@ def _is_array(value: Any) -> bool:
         return not isinstance(value, np.ma.MaskedArray)
     try:
         return is_ref(value)
-    except TypeError:
+    except (TypeError, ValueError):  # of what jax.numpy, but not a primitive, makes an array: a variable of Flax
         return False
