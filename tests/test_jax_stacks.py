@@ -250,27 +250,35 @@ def test_a_program_launches_what_its_calls_launch(op: Op, form: Callable[..., An
 
 
 @pytest.mark.parametrize(
-    ("profiles", "taken", "right"),
+    ("profiles", "refused"),
     [
-        ([[2, 2]], 1, True), ([[0, 0], [2, 1], [2, 2]], 3, True), ([[0, 0], [2, 4]], 2, False),
-        ([[2, 1]] * launched.PROFILES, launched.PROFILES, False), ([[2, 2, 1]], 1, False),
+        ([(2, 2)], ""),
+        ([(0, 0, "AFTER"), (0, 2, "BEFORE AFTER"), (2, 2)], ""),
+        ([(2, 1)], "expected .* of .*read_indexer_cache"), ([(2, 4)], "expected .* of .*read_indexer_cache"),
+        ([(2, 2, "AFTER"), (2, 1)], "expected .* of .*read_indexer_cache"),
+        ([(2, 2, 1)], "expected .* of .*read_indexer_cache"),
+        ([(2, 2, "BEFORE")] * launched.PROFILES, "no profile has what is around the call"),
     ],
-    ids=["all", "missed", "too many", "too few", "elsewhere"],
+    ids=["all", "missed", "too few", "too many", "missed, then too few", "elsewhere", "all missed"],
 )  # fmt: skip
-def test_a_profile_that_misses_launches_is_taken_again(
-    profiles: list[list[int]], taken: int, right: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_profile_that_misses_what_is_around_a_call_is_taken_again(
+    profiles: list[tuple[Any, ...]], refused: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Each is the launches of GPU after GPU, and on which sides the second one's marks are missing."""
     op = registry()["read_indexer_cache"]
     specs = {name: spec_of(array) for name, array in kit.make(op.cases[0]).items()}
     attrs = op.attributes(**op.cases[0].attrs)
     plan, _ = plan_call(op, tuple(specs.get(name) for name in op.tensors), attrs, H200)
     (launch,) = plan.active
-    left = [
-        Counter({(gpu, name): count for gpu, count in enumerate(each) for name in (launch.name, "of XLA")})
-        for each in profiles
-    ]
+    left = []
+    for each in profiles:
+        counts, missing = [count for count in each if isinstance(count, int)], {"", *str(each[-1]).split()}
+        kernels = Counter({(gpu, name): count for gpu, count in enumerate(counts) for name in (launch.name, "of XLA")})
+        for side, name in (("BEFORE", launched.BEFORE), ("AFTER", launched.AFTER)):
+            kernels += Counter({(gpu, f"void kernel<{name} >(int)"): 1 for gpu in range(1 + (side not in missing))})
+        left.append(kernels)
     monkeypatch.setattr(launched, "run", lambda function: function())
     monkeypatch.setattr(launched, "profiled", lambda _: left.pop(0))
-    with nullcontext() if right else pytest.raises(AssertionError, match=f"expected .* of .*{launch.name}"):
+    with pytest.raises(AssertionError, match=refused) if refused else nullcontext():
         assert check_launches(lambda: None, plan, calls=2, gpus=2) == [2, 2]
-    assert len(left) == len(profiles) - taken
+    assert not left
