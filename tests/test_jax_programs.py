@@ -12,15 +12,17 @@ Of each program the optimised HLO and the assignment of its buffers are read (te
 
 What JAX and XLA do to a call, and the forms (tests/jax_programs/forms.py) or other tests that show that it bears it:
 
-- slices of stacks, by constants, loop counters and prefixes: slices, scanned_and_used, looped, prefixes, pages;
+- slices of stacks, by constants, loop counters, both and prefixes: slices, scanned_and_used, looped, second_of_two,
+  prefixes, pages; of another dtype and shape: held_otherwise;
 - results stored into stacks: restacked, written_back, looped, prefix_written_back, prefix_written_beside; over the very
   part that they are computed from: stored_over;
 - one array as two operands: read_and_updated; in two calls: twice_from_one; after it was updated: beside_the_old;
 - donation: every form that updates runs with it and without, and those that may not copy are `in_place`;
-- Refs: by_refs, refs_of_parts, one_ref_in_a_loop; loops and branches: scanned, cache_in_a_carry, in_branches;
+- Refs: by_refs, refs_of_parts, one_ref_in_a_loop; loops and branches: scanned, cache_in_a_carry,
+  layers_in_steps, in_branches; of unknown length: until_it_ends;
 - vmap: batched, batched_parts; gradients, rematerialisation: gradient_of_slices, gradient_of_checkpoints;
 - several devices: slices, scanned and written_back over tokens, which XLA partitions, and over layers, by shard_map
-  (over_devices in tests/shared/stacked.py);
+  (over_devices in tests/shared/stacked.py), also exchanged: handed_on;
 - exports, whose kernels are custom calls of jaxlib: exported; their kernels: tests/test_lowering.py;
 - callbacks: beside_a_callback; models as Flax builds them: tests/jax_programs/flax_layers.py; a training whose second
   run has the first's bits: tests/jax_programs/training.py;

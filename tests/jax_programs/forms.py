@@ -14,6 +14,7 @@ from stacked import LAYERS, Arrays, Call, part
 from xmla.jax_api._launcher import TARGET
 
 BATCH = 2
+STEPS = 2
 
 
 def twice(call: Call, read: Arrays, cache: Arrays) -> Any:
@@ -32,6 +33,65 @@ def caches_of_their_own(call: Call, read: Arrays, caches: list[Arrays]) -> Any:
 
 def cache_in_a_carry(call: Call, read: Arrays, cache: Arrays) -> Any:
     return jax.lax.scan(lambda cache, layer: call(layer, cache)[::-1], cache, read)
+
+
+def until_it_ends(call: Call, read: Arrays, cache: Arrays) -> Any:
+    """Steps until a value says so: a loop of unknown length."""
+
+    def body(state: Any) -> Any:
+        step, _, cache = state
+        results, cache = call(read, cache)
+        return step + 1, jax.tree.leaves((results, cache))[0].reshape(-1)[0] == 0, cache
+
+    return jax.lax.while_loop(lambda state: (state[0] < LAYERS) & ~state[1], body, (0, False, cache))
+
+
+def layers_in_steps(call: Call, read: Arrays, updated: Arrays) -> Any:
+    """A scan over layers inside of one over steps, whose carry has the stacks."""
+
+    def step(updated: Arrays, _: None) -> Any:
+        results, new = jax.lax.scan(lambda _, layer: (0, call(*layer)), 0, (read, updated))[1]
+        return new, results
+
+    return jax.lax.scan(step, updated, None, STEPS)
+
+
+def second_of_two(call: Call, read: Arrays, updated: Arrays) -> Any:
+    """A loop over layers of two caches each: one index is the loop's, the other a constant."""
+
+    def second(stacks: Arrays, layer: Any) -> Arrays:
+        return {name: stack[layer, 1] for name, stack in stacks.items()}
+
+    def body(layer: Any, updated: Arrays) -> Arrays:
+        _, new = call(second(read, layer), second(updated, layer))
+        return {name: updated[name].at[layer, 1].set(value) for name, value in new.items()}
+
+    return jax.lax.fori_loop(0, LAYERS, body, updated)
+
+
+def held_otherwise(call: OpCall, read: Arrays, held: Arrays) -> Any:
+    """The stacks have another dtype and shape than the caches of a call."""
+
+    def body(layer: Any, held: Arrays) -> Arrays:
+        caches = {name: call.specs[name] for name in held}
+        parts = {name: held[name][layer].reshape(spec.shape) for name, spec in caches.items()}
+        updated = {name: jax.lax.bitcast_convert_type(parts[name], spec.dtype) for name, spec in caches.items()}
+        _, new = call(part(read, layer), updated)
+        values = {name: jax.lax.bitcast_convert_type(new[name], stack.dtype) for name, stack in held.items()}
+        return {name: stack.at[layer].set(values[name].reshape(stack.shape[1:])) for name, stack in held.items()}
+
+    return jax.lax.fori_loop(0, LAYERS, body, held)
+
+
+def handed_on(call: Call, read: Arrays, updated: Arrays) -> Any:
+    """Each of two devices updates its caches, which go on to the other one."""
+
+    def body(layer: Any, updated: Arrays) -> Arrays:
+        _, new = call(part(read, layer), part(updated, 0))
+        new = jax.lax.ppermute(new, "x", [(0, 1), (1, 0)])
+        return {name: updated[name].at[0].set(value) for name, value in new.items()}
+
+    return jax.lax.fori_loop(0, LAYERS, body, updated)
 
 
 def one_ref_in_a_loop(call: OpCall, read: Arrays, cache: Arrays) -> Any:
@@ -192,6 +252,24 @@ def one_cache(call: OpCall) -> tuple[Arrays, Arrays]:
     return call.split(call.shapes(LAYERS))[0], call.split(call.shapes())[1]
 
 
+def alone(call: OpCall) -> tuple[Arrays, Arrays]:
+    return call.split(call.shapes())
+
+
+def pairs(call: OpCall) -> tuple[Arrays, Arrays]:
+    return call.split(call.shapes(LAYERS, 2))
+
+
+OTHERWISE = {"uint8": "int8", "int8": "uint8", "bfloat16": "int16", "float32": "int32", "int32": "float32"}
+
+
+def held(call: OpCall) -> tuple[Arrays, Arrays]:
+    """Layers whose caches have their first two axes as one."""
+    read, updated = parts(call)
+    shapes = {name: (LAYERS, a.shape[1] * a.shape[2], *a.shape[3:]) for name, a in updated.items()}
+    return read, {name: jax.ShapeDtypeStruct(shapes[name], OTHERWISE[a.dtype.name]) for name, a in updated.items()}
+
+
 def own_caches(call: OpCall) -> tuple[Arrays, list[Arrays]]:
     return one_cache(call)[0], [one_cache(call)[1]] * LAYERS
 
@@ -257,6 +335,10 @@ FORMS = (
     Form(twice_from_one, updates, one_cache, calls=2),
     Form(caches_of_their_own, updates, own_caches, in_place=True),
     Form(cache_in_a_carry, updates, one_cache, in_place=True),
+    Form(until_it_ends, updates, alone, calls=1, in_place=True),
+    Form(layers_in_steps, updates, calls=STEPS * LAYERS),
+    Form(second_of_two, updates, pairs),
+    Form(held_otherwise, updates, held),
     Form(pages, has_pages, in_place=True),
     Form(pages_in_a_scan, has_pages, in_place=True),
     Form(batched, updates, batch, calls=None, in_place=True),
@@ -274,5 +356,6 @@ FORMS = (
     Form(stacked.slices, updates, two_devices, spread="layers"),
     Form(stacked.written_back, updates, two_devices, spread="layers"),
     Form(stacked.looped, updates, two_devices, spread="layers"),
+    Form(handed_on, updates, two_devices, spread="layers"),
     Form(exported, updates),
 )
