@@ -15,6 +15,7 @@ from listed import PLANNED, any_size, unlisted
 from xmla import UnsupportedError, layouts
 from xmla import torch_api as xt
 from xmla.core.call import whole_vectors
+from xmla.core.config import settings
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32
 from xmla.core.models import memory
@@ -478,6 +479,28 @@ def test_a_configuration_that_is_not_served_is_refused(config: Any, told: str, m
         refuse(unserved(config))
     message = f"xmla.vllm: not served: {told}; without xmla in VLLM_PLUGINS vLLM serves with its own kernels"
     assert str(raised.value) == message
+
+
+@pytest.mark.usefixtures("hopper")
+def test_what_is_not_recorded_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where XMLA_SELECTIONS_GIB asks for it, and nowhere else."""
+    v4 = {"model_type": "deepseek_v4", "index_topk": 512}
+    refused = {
+        " of DeepSeek-V4": configured(v4), " of pooled keys": configured(GLM),
+        " with decode context parallelism": configured(decode_context_parallel_size=2),
+        " with kv_transfer_config": configured(transfers=SimpleNamespace()),
+    }  # fmt: skip
+    monkeypatch.setattr(refusals, "version", lambda _: "0.33.0")
+    for config in refused.values():
+        refuse(unserved(config))
+    monkeypatch.setattr(settings, "selections_gib", 1.0)
+    refuse(unserved(configured()))
+    for told, config in refused.items():
+        with pytest.raises(UnsupportedError, match=rf"recorded selections \(XMLA_SELECTIONS_GIB\){told}; without"):
+            refuse(unserved(config))
+    monkeypatch.setattr(refusals, "version", lambda _: "0.32.1")
+    with pytest.raises(UnsupportedError, match=r"recorded selections \(XMLA_SELECTIONS_GIB\) before vLLM 0\.33; "):
+        refuse(unserved(configured()))
 
 
 def test_entries_of_fp4_are_served_since_a_release(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -325,6 +325,7 @@ HELD = {
     },
     "attention_v4_base.py": {"step": "DeepseekSparseSWAMetadata", "compressed": "DeepseekV4FlashMLAMetadata"},
     "attention_v4.py": {"compressed": "DeepseekV4FlashMLAMetadata"},
+    "recording.py": {"step": "SchedulerOutput", "new": "NewRequestData", "known": "CachedRequestData"},
 }  # fmt: skip
 
 

@@ -305,7 +305,7 @@ def choose() -> None:
         found["graphs"] = [v4_graphs(each, config) for each in versions]
     from vllm.v1.worker import gpu_worker
 
-    found["worker"] = [each.__module__ for each in gpu_worker.Worker.__mro__[:2]]
+    found["worker"] = [each.__module__ for each in gpu_worker.Worker.__mro__[:3]]
     found["start"] = refused_at_start(config, gpu_worker.Worker)
     if Version(version("vllm")) >= Version("0.33"):
         found["invariant"] = kernels_by_tokens()

@@ -84,7 +84,7 @@ def make_worker() -> type:
     from vllm.v1.worker.gpu import block_table
     from vllm.v1.worker.gpu_worker import Worker as GpuWorker
 
-    from xmla.vllm import patches
+    from xmla.vllm import patches, recording
 
     topk_topp_sampler.HAS_TRITON = False  # its kernel would run in the interpreter
     layers.dispatch_cpu_unquantized_gemm = linear
@@ -101,7 +101,7 @@ def make_worker() -> type:
         batch_invariant.bmm_batch_invariant = batch_invariant.bmm_out_batch_invariant = exact_bmm
     block_table.BlockTables.compute_slot_mappings = slots_of_rank(block_table.BlockTables.compute_slot_mappings)
 
-    class Worker(CPUWorker):
+    class Worker(recording.with_recording(CPUWorker)):
         sleep, wake_up = GpuWorker.sleep, GpuWorker.wake_up
         _maybe_get_memory_pool_context = sleeping.pool
 

@@ -11,7 +11,8 @@ and each step a dummy batch before it, as of ranks of data parallelism that have
 With --sleep the engine sleeps at that level, wakes up, and serves the same requests again; with --offload it serves
 them again over caches that lost all pages but those that vLLM's connector has copied. With --shared the second layer
 has the selection of the first; with --apart each layer maps it itself. With --ampere the GPU has no e4m3. DSpark drafts
-as many tokens as --dspark says, and with --adaptive those are verified that pay.
+as many tokens as --dspark says, and with --adaptive those are verified that pay. With --record what requests select is
+recorded, and saved in a folder beside OUT.
 """
 
 import json
@@ -34,6 +35,7 @@ from benchmarks.engines.calls import CALLS
 from benchmarks.engines.vllm.engines import OPS
 from benchmarks.engines.vllm.workers import told
 from xmla import torch_api as xt
+from xmla.core.config import settings
 from xmla.core.models.base import Call
 from xmla.core.values import KNOWN_DEVICES
 
@@ -104,6 +106,14 @@ def forget(engine: Any) -> None:
             torch.tensor([], dtype=torch.uint8).set_(cache.untyped_storage()).fill_(0x7F)
 
 
+def save_selections(engine: Any, prompts: dict[str, list[int]], answers: dict[str, list[int]], folder: Path) -> None:
+    """What each layer selected in each request: of all tokens but the last, which no step had."""
+    for name, prompt in prompts.items():
+        (folder / name).mkdir(parents=True)
+        tokens = len(prompt) + len(answers[name]) - 1
+        assert engine.collective_rpc("save_selections", args=(name, tokens, str(folder / name)))[0]
+
+
 def pretend_ampere() -> None:
     """The platform of an A100, with the plugin's functions for GPUs without e4m3."""
     from vllm.platforms import current_platform
@@ -120,10 +130,12 @@ def serve(
     ranks: int = 1, interleave: int = 1, late: bool = False, beside: bool = False, invariant: bool = False,
     alone: bool = False, new: int = 5, blocks: int = 0, stages: int = 1, sleep: int = 0,
     offload: bool = False, shared: bool = False, apart: bool = False, ampere: bool = False, dspark: int = 0,
-    adaptive: bool = False,
+    adaptive: bool = False, record: bool = False,
 ) -> None:  # fmt: skip
     if invariant:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    if record:
+        settings.selections_gib = 0.5
     for name in OPS:
         setattr(xt, name, counted(name, "reference" if reference else None))
     from vllm import EngineArgs, LLMEngine, SamplingParams
@@ -238,6 +250,8 @@ def serve(
         return {"tokens": tokens, "logprobs": logprobs, "cached": cached}
 
     answers = ask()
+    if record:
+        save_selections(engine, prompts(kind), answers["tokens"], out.parent / "selections")
     if offload:
         engine.reset_prefix_cache()
         forget(engine)

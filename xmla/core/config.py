@@ -26,6 +26,17 @@ def _fraction(name: str) -> float:
     return value
 
 
+def _size(name: str) -> float:
+    text = os.environ.get(name, "") or "0"
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ArgumentError(f"{name} is {text!r}, expected a number of at least 0")
+    return value
+
+
 def _level(name: str) -> str:
     text, levels = os.environ.get(name, ""), logging.getLevelNamesMapping()
     if text and text.upper() not in levels:
@@ -86,6 +97,14 @@ class Settings:
         metadata={
             "variable": "XMLA_PRINT_PLANS",
             "meaning": "1: each new plan is logged once, by the logger `xmla.plans`, whatever XMLA_LOG is",
+        },
+    )
+    selections_gib: float = field(
+        default_factory=lambda: _size("XMLA_SELECTIONS_GIB"),
+        metadata={
+            "variable": "XMLA_SELECTIONS_GIB",
+            "meaning": "a number: a worker of vLLM records what requests select, in so many GiB of pinned memory of "
+            "the host at most",
         },
     )
     sglang_required: bool = field(

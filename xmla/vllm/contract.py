@@ -83,6 +83,7 @@ class Method:
 INDEXER = "vllm.v1.attention.backends.mla.indexer"
 LAYERS = "vllm.model_executor.layers.attention.sparse_mla_attention"
 V4, V41 = "vllm.models.deepseek_v4", "vllm.models.deepseek_v41"
+STEPS = "vllm.v1.core.sched.output"
 SPLIT = "num_decodes", "num_decode_tokens", "num_prefills"
 
 FIELDS = (
@@ -119,6 +120,15 @@ FIELDS = (
          "c128a_decode_topk_lens"),
     ),
     Fields(f"{V41}.sparse_mla", "DeepseekV4FlashMLAMetadata", ("block_table", "req_id_per_token"), SINCE_033),
+    Fields(
+        STEPS, "SchedulerOutput",
+        ("finished_req_ids", "preempted_req_ids", "kv_cache_block_copies", "scheduled_new_reqs",
+         "scheduled_cached_reqs", "num_scheduled_tokens"), SINCE_033,
+    ),
+    Fields(STEPS, "NewRequestData", ("req_id", "block_ids", "num_computed_tokens"), SINCE_033),
+    Fields(
+        STEPS, "CachedRequestData", ("req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"), SINCE_033
+    ),
 )  # fmt: skip
 METHODS = (
     Method(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from xmla import torch_api as xt
+from xmla._recording import write
 from xmla.vllm.contract import Arguments
 from xmla.vllm.gathered import once_a_step, once_with_prefills
 from xmla.vllm.refusals import key_format, refuse
@@ -88,7 +89,8 @@ def run(call: dict[str, Any]) -> torch.Tensor:
         if not call["skip_k_cache_insert"]:
             tokens = step.slot_mapping.shape[0]  # the keys may be padded
             xt.write_indexer_cache(call["k"][:tokens], step.slot_mapping, call["kv_cache"], cache_format=key_format())
-        if attends_to_all(context, call):
+        rows = getattr(layer, "xmla_selections", None)
+        if rows is None and attends_to_all(context, call):
             return call["topk_indices_buffer"]
         query = call["q_quant"], call["weights"].float()
         ratio = getattr(layer, "compress_ratio", 1)
@@ -96,6 +98,8 @@ def run(call: dict[str, Any]) -> torch.Tensor:
         share = row_share(step) if blocks is None else None  # vLLM exchanges no blocks
         buffers = once_with_prefills(step, ("buffers", blocks is None), make_buffers)
         select(step, *query, call["kv_cache"], call["topk_indices_buffer"], buffers, ratio, shards, share, blocks)
+        if rows is not None:
+            write(rows, step.slot_mapping, call["topk_indices_buffer"])
     return call["topk_indices_buffer"]
 
 

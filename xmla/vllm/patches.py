@@ -16,7 +16,7 @@ from vllm.utils.torch_utils import vllm_lib
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from xmla.core.errors import UnsupportedError
-from xmla.vllm import contract, fp4, indexer, pools, warmup, without_e4m3
+from xmla.vllm import contract, fp4, indexer, pools, recording, warmup, without_e4m3
 from xmla.vllm.contract import EVERY, OTHERWISE, SINCE_033
 from xmla.vllm.refusals import has_e4m3, has_fp4_entries, has_indexer, is_batch_invariant, pool_size, refuse
 
@@ -143,7 +143,7 @@ def patch_worker(worker: type) -> type:
         if has_indexer(config) and is_batch_invariant():
             apply_all(INVARIANCE_PATCHES, version("vllm"))
 
-    return warmup.with_warmup(worker, prepare)
+    return recording.with_recording(warmup.with_warmup(worker, prepare))
 
 
 PATCHES = (

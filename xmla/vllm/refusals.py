@@ -7,6 +7,7 @@ from typing import Any
 
 from packaging.version import Version
 
+from xmla.core.config import settings
 from xmla.core.errors import UnsupportedError
 from xmla.core.values import MIN_E4M3_ARCH
 
@@ -73,7 +74,23 @@ def unserved(config: Any) -> dict[str, bool]:
         "VLLM_BATCH_INVARIANT=1 of Hy4": invariant and architecture == "HYV4ForCausalLM",
         # vLLM's writers of them are not among what `without_e4m3` replaces.
         "pooled keys on a GPU without e4m3": pool_size(config) > 1 and not has_e4m3(),
+    } | unrecorded(config)
+
+
+def unrecorded(config: Any) -> dict[str, bool]:
+    """What is asked of an engine whose selections are to be recorded, and is not done; nothing where they are not."""
+    if not settings.selections_gib:
+        return {}
+    reasons = {
+        "before vLLM 0.33": Version(version("vllm")) < Version("0.33"),
+        "of DeepSeek-V4": config.model_config.hf_text_config.model_type.startswith("deepseek_v4"),
+        "of pooled keys": pool_size(config) > 1,
+        # A rank has the slots of its own keys alone.
+        "with decode context parallelism": config.parallel_config.decode_context_parallel_size > 1,
+        # Pages that come from elsewhere have no rows.
+        "with kv_transfer_config": config.kv_transfer_config is not None,
     }
+    return {f"recorded selections (XMLA_SELECTIONS_GIB) {reason}": there for reason, there in reasons.items()}
 
 
 def has_e4m3() -> bool:
