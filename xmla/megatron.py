@@ -3,6 +3,8 @@
     xmla.megatron.install()                          once, before Megatron parses arguments or makes a config
     TransformerConfig(dsa_kernel_backend="xmla", …)  or --dsa-kernel-backend xmla
 
+    with xmla.megatron.replay(model, layers): …        attends to the keys that a rollout selected
+
 A script that trains runs as it is after `python -m xmla.megatron SCRIPT ARGUMENTS…`, which calls `install` first.
 
 The four `run_fused_*` are the hooks that Megatron calls, by these names. Each computes what Megatron's unfused code
@@ -17,7 +19,8 @@ and the places of a context-parallel rank's tokens among all keys.
 
 import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -27,7 +30,8 @@ import torch
 import torch.distributed as dist
 
 from xmla import torch_api as xt
-from xmla.core.errors import UnsupportedError
+from xmla._selections import check_form, check_layers, check_rows
+from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.formats.mla import VALUE_DIMS
 
 Tensor = torch.Tensor
@@ -75,6 +79,97 @@ def install(*, deterministic: bool = True) -> None:
     _options["deterministic"] = deterministic
 
 
+@dataclass(slots=True)
+class _Replay:
+    """A rollout's selections, by Megatron's numbers of layers, and which of these is computed."""
+
+    layers: dict[int, Tensor]
+    topk: int
+    batch_invariant: bool
+    layer: int = 0  # none
+    used: bool = False
+    checked: bool = False
+
+    def begin(self, module: Any, _: Any) -> None:
+        self.layer, self.used = module.layer_number, False
+
+    def end(self, module: Any, _: Any, output: Any) -> None:
+        layer, self.layer = self.layer, 0
+        if module.indexer is not None and output is not None and not self.used:
+            raise UnsupportedError(
+                f"xmla.megatron: layer {layer} attended by Megatron's own code, expected to the selections given; "
+                'supported: dsa_kernel_backend="xmla" and keys that are a range'
+            )
+
+    def rows(self, q: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
+        """The layer's rows [B, S, K] as positions among the keys. The first layer checks those of all."""
+        tokens, batch = q.shape[:2]
+        if not self.checked:
+            counts = (ends - starts).expand(batch, tokens)
+            for number, rows in self.layers.items():
+                check_form(number - 1, rows, self.topk, (batch, tokens))
+                seen = counts.to(rows.device)
+                check_rows(number - 1, rows, seen, torch.zeros_like(seen, dtype=torch.bool))
+            self.checked = True
+        self.used = True
+        rows = self.layers[self.layer].to(q.device)
+        return torch.where(rows < 0, -1, rows + starts[:, None])
+
+
+_replay: _Replay | None = None  # while one is open
+
+
+def _replayed() -> _Replay | None:
+    """The open replay, while a layer of its model is computed."""
+    return _replay if _replay is not None and _replay.layer else None
+
+
+@contextmanager
+def replay(
+    model: torch.nn.Module, layers: Mapping[int, Tensor], *, batch_invariant: bool = False
+) -> Generator[None, None, None]:
+    """Have a model's layers attend to the keys that a rollout selected, instead of selecting keys, while it is open.
+
+        with xmla.megatron.replay(model, layers):
+            loss = model(…)
+
+    Open it around a micro-batch's forward pass, and around its backward pass too if that computes layers again.
+
+    Args:
+        model: Megatron's, or this rank's part of one.
+        layers: [B, S, dsa_indexer_topk] int32 of each layer that selects keys, counted from 0, for the tokens that this
+            rank computes: a token's keys in ascending order, counted from the first that it sees, and −1 behind the
+            last. A row of nothing but −1 is that of a token that attends to nothing, such as padding. There may be
+            layers of other pipeline stages. Those on the host are copied when their layer runs.
+        batch_invariant: Attend as `sparse_mla` with `batch_invariant`, like an engine with VLLM_BATCH_INVARIANT=1.
+
+    Raises:
+        ArgumentError: A layer that selects has none, or one that does not has some; when the first layer runs, another
+            dtype or shape, or a token's keys are not those of a selection.
+        UnsupportedError: Another replay is open; when a layer ran, it attended by Megatron's own code.
+    """
+    global _replay
+    if _replay is not None:
+        raise UnsupportedError("xmla.megatron: a replay is open, supported: one at a time")
+    attentions: list[Any] = [each for each in model.modules() if type(each).__name__ == "DSAttention"]
+    modules: dict[int, Any] = {each.layer_number - 1: each for each in attentions}
+    selecting = {number: module for number, module in modules.items() if module.indexer is not None}
+    if not selecting:
+        raise ArgumentError(f"replay: model is {type(model).__name__}, expected one with layers that select keys")
+    check_layers(layers.keys() & modules.keys(), selecting)
+    topk = next(iter(selecting.values())).index_topk
+    opened = _Replay({number + 1: layers[number] for number in selecting}, topk, batch_invariant)
+    handles = [each.register_forward_pre_hook(opened.begin) for each in modules.values()]
+    handles += [each.register_forward_hook(opened.end, always_call=True) for each in modules.values()]
+    _replay = opened
+    try:
+        yield
+    finally:
+        _replay = None
+        for handle in handles:
+            handle.remove()
+
+
 def run_fused_qk_topk(
     q: Tensor, k: Tensor, weights: Tensor, index_topk: int, starts: Tensor, ends: Tensor, block_size: int,
     use_relu: bool = True, use_local_indexer_varlen: bool = False, single_packed_thd_sequence: bool = False,
@@ -101,6 +196,8 @@ def run_fused_qk_topk(
 
     Falls back (None) without ReLU, without tokens or keys, and for other dtypes, D or more heads.
     """
+    if (replayed := _replayed()) is not None:
+        return replayed.rows(q, starts, ends), None
     if not use_relu or not _is_indexer(q, k):
         return None
     return _select(q, k, weights, index_topk, starts, ends), None
@@ -143,7 +240,7 @@ def run_fused_qk_topk_with_loss(
     """
     if not use_relu or not _is_indexer(q, k) or not _is_absorbed(query, key):
         return None
-    indices = _select(q, k, weights, index_topk, starts, ends)
+    indices = _chosen(q, k, weights, index_topk, starts, ends)
     slots = _slots(indices)
     with torch.no_grad():
         _, lse = _attend(query, key, slots, softmax_scale)
@@ -221,7 +318,7 @@ def run_fused_dsa_attention(
     if not _is_absorbed(query, key) or up_v_weight.shape[2] > VALUE_DIMS:
         return None
     starts, ends = varlen_starts.int(), varlen_ends.int()
-    slots = _slots(_select(*indexer, indexer_topk, starts, ends))
+    slots = _slots(_chosen(*indexer, indexer_topk, starts, ends))
     out, lse = _attend(query, key, slots, softmax_scale)
     output = torch.einsum("sbhc,hdc->sbhd", out[..., : up_v_weight.shape[2]], up_v_weight).flatten(2)
     if not loss_coeff:
@@ -251,6 +348,13 @@ def _parts(tokens: int, keys: int) -> Iterator[slice]:
     return (slice(first, first + step) for first in range(0, tokens, step))
 
 
+def _chosen(q: Tensor, k: Tensor, weights: Tensor, topk: int, starts: Tensor, ends: Tensor) -> Tensor:
+    """Positions [B, S, K] among the keys, replayed or selected."""
+    if (replayed := _replayed()) is not None:
+        return replayed.rows(q, starts, ends)
+    return _select(q, k, weights, topk, starts, ends)
+
+
 @torch.no_grad()
 def _select(q: Tensor, k: Tensor, weights: Tensor, topk: int, starts: Tensor, ends: Tensor) -> Tensor:
     """[B, S, K] int32, positions among the N keys of a sequence."""
@@ -276,7 +380,9 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """out [S, B, H, 512] and lse [S·B, H]."""
     rows = query.flatten(0, 1), key.flatten(0, 1)
-    out, lse = xt.sparse_mla(*rows, slots, lengths, softmax_scale=softmax_scale, **_options)
+    replayed = _replayed()
+    invariant = replayed is not None and replayed.batch_invariant
+    out, lse = xt.sparse_mla(*rows, slots, lengths, softmax_scale=softmax_scale, batch_invariant=invariant, **_options)
     return out.unflatten(0, query.shape[:2]), lse
 
 

@@ -220,10 +220,10 @@ def _attention(own: Callable[..., Any], layer: _Layer) -> Callable[..., Any]:
                         f"{name}: the model attends by {self.config._attn_implementation!r}, supported: {NAME!r}"
                     )
             return own(self, *args, **kwargs)
-        for name, given, kind in (("indexer_loss", losses, IndexerLoss), ("selections", selections, Selections)):
-            if given is not None and not isinstance(given, kind):
-                raise ArgumentError(f"{name}: is {type(given).__name__}, expected {kind.__name__}")
-            if given is not None and not layer.keyed:
+        for name, option, kind in (("indexer_loss", losses, IndexerLoss), ("selections", selections, Selections)):
+            if option is not None and not isinstance(option, kind):
+                raise ArgumentError(f"{name}: is {type(option).__name__}, expected {kind.__name__}")
+            if option is not None and not layer.keyed:
                 raise UnsupportedError(
                     f"{name}: indexers of {self.config.model_type} score groups of tokens, supported are those that "
                     "score tokens"
@@ -233,15 +233,15 @@ def _attention(own: Callable[..., Any], layer: _Layer) -> Callable[..., Any]:
                 raise ArgumentError("selections: given with IndexerLoss(dense=True), which attends to all keys")
             selections.check(self.layer_idx, whole["attention_mask"][:, 0], queries, whole.get("cache"))
 
-        def computed(given: dict[str, Any], first: int, last: int) -> Any:
+        def run(arguments: dict[str, Any], first: int, last: int) -> Any:
             chosen = None if selections is None or self.indexer is None else selections.of(self.layer_idx, first, last)
             if losses is None and chosen is None:
-                return own(self, **given)
+                return own(self, **arguments)
             with _asking(_Asked(losses, chosen)):
-                return own(self, **given)
+                return own(self, **arguments)
 
         if losses is not None or torch.is_grad_enabled() or queries <= AT_ONCE:
-            return computed(whole, 0, queries)
+            return run(whole, 0, queries)
         if whole.get("cache") is None:
             whole["cache"] = layer.cache(config=self.config)
         out, chosen = torch.empty_like(x), []
@@ -250,7 +250,7 @@ def _attention(own: Callable[..., Any], layer: _Layer) -> Callable[..., Any]:
             a_token = {name: whole[name] for name in A_TOKEN if name in whole}
             some = whole | tree_map_only(torch.Tensor, lambda x, part=slice(first, last): x[:, part], a_token)
             some["attention_mask"] = layer.part(self, whole, first, last)
-            out[:, first:last], _, *selection = computed(some, first, last)
+            out[:, first:last], _, *selection = run(some, first, last)
             chosen += selection
         if not chosen:
             return out, None

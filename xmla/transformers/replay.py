@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from xmla.core.errors import ArgumentError, UnsupportedError
+from xmla._selections import check_form, check_layers, check_rows
+from xmla.core.errors import UnsupportedError
 from xmla.transformers.masks import Visible
 
 
@@ -33,24 +34,11 @@ class Selections:
     def __init__(self, config: Any, layers: Mapping[int, torch.Tensor], batch_invariant: bool = False) -> None:
         text = config.get_text_config(decoder=True)
         kinds = getattr(text, "indexer_types", None) or ["full"] * text.num_hidden_layers
-        wanted = [layer for layer, kind in enumerate(kinds) if kind == "full"]
-        if sorted(layers) != wanted:
-            raise ArgumentError(f"selections: given for layers {sorted(layers)}, expected {wanted}, which select keys")
-        self.topk, self.batch_invariant = text.index_topk, batch_invariant
-        self.layers = dict(layers)
-        first = self.layers[wanted[0]]
+        selecting = [layer for layer, kind in enumerate(kinds) if kind == "full"]
+        check_layers(layers, selecting)
+        self.topk, self.batch_invariant, self.layers = text.index_topk, batch_invariant, dict(layers)
         for layer, rows in self.layers.items():
-            if rows.dtype != torch.int32:
-                raise ArgumentError(f"selections: layer {layer} has dtype {rows.dtype}, expected torch.int32")
-            if rows.dim() != 3 or rows.shape[2] != self.topk:
-                raise ArgumentError(
-                    f"selections: layer {layer} has shape {tuple(rows.shape)}, expected [batch, tokens, {self.topk}]"
-                )
-            if rows.shape != first.shape:
-                raise ArgumentError(
-                    f"selections: layer {layer} has shape {tuple(rows.shape)}, expected {tuple(first.shape)}, that of "
-                    f"layer {wanted[0]}"
-                )
+            check_form(layer, rows, self.topk, tuple(self.layers[selecting[0]].shape[:2]))
 
     def of(self, layer: int, first: int, last: int) -> torch.Tensor:
         """Rows of a layer's tokens from `first` to before `last`."""
@@ -80,30 +68,5 @@ class Selections:
         follows = needed[:, 1:] & (seen.starts[:, 1:] == seen.starts[:, :-1])
         needed = needed & torch.nn.functional.pad(follows, (0, 1))
         for number, rows in self.layers.items():
-            if rows.shape[:2] != counts.shape:
-                raise ArgumentError(
-                    f"selections: layer {number} has [batch, tokens] {tuple(rows.shape[:2])}, expected "
-                    f"{tuple(counts.shape)}, the pass's"
-                )
-            _check_rows(number, rows, counts.to(rows.device), needed.to(rows.device))
-
-
-def _check_rows(layer: int, rows: torch.Tensor, counts: torch.Tensor, needed: torch.Tensor) -> None:
-    """Check rows [B, S, K] of tokens that see `counts` [B, S] keys; those that are `needed` [B, S] have keys."""
-    selected = (rows >= 0).sum(-1)
-    most = counts.clamp(max=rows.shape[2])
-    ascending = (rows[..., 1:] > rows[..., :-1]) | (rows[..., 1:] == -1)
-    wrong = {
-        "keys that it does not see": rows.amax(-1) >= counts.clamp(min=0),
-        "keys out of order, or twice": ~ascending.all(-1) | (rows[..., 0] < -1),
-        "another number of keys": (selected != most) & (needed | (selected > 0)),
-    }
-    wrong["keys that it does not see"] &= selected > 0
-    for what, where in wrong.items():
-        if where.any():
-            sequence, token = where.nonzero()[0].tolist()
-            raise ArgumentError(
-                f"selections: layer {layer}, sequence {sequence}, token {token} has {what}: "
-                f"{int(selected[sequence, token])} keys up to {int(rows[sequence, token].max())}, expected "
-                f"{int(most[sequence, token])} below {int(counts[sequence, token])}, ascending and −1 behind them"
-            )
+            check_form(number, rows, self.topk, tuple(counts.shape))
+            check_rows(number, rows, counts.to(rows.device), needed.to(rows.device))
