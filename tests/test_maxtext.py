@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from xmla import UnsupportedError, maxtext
+from xmla import ArgumentError, UnsupportedError, maxtext
 
 BATCH, COUNT, HEADS, INDEXER_HEADS, DIM, LATENT, ROPE, TOPK = 2, 9, 3, 4, 32, 448, 64, 3
 COEFF = 0.7
@@ -238,3 +238,73 @@ def test_another_release_is_refused_and_left_alone(monkeypatch: pytest.MonkeyPat
     with pytest.raises(UnsupportedError, match=r"Layer.calculate_indexer_loss takes self, x, supported: self, index"):
         maxtext.install()
     assert dict(vars(Layer)) == own and not maxtext._originals
+
+
+def rows_of(indexed: maxtext._Indexed) -> np.ndarray:
+    """[B, S, TOPK] int32: what the indexer selects, counted from each token's first key."""
+    chosen = maxtext._select(indexed.q, indexed.k, indexed.weights, indexed.starts, indexed.ends, TOPK)
+    return np.array(jnp.where(chosen < 0, -1, chosen - indexed.starts[..., None]))
+
+
+def test_a_replayed_selection_is_attended_to(
+    op: Any, indexed: maxtext._Indexed, attended: tuple[jax.Array, jax.Array], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same one has the bits of the indexer's, loss included; another one its own keys."""
+    layer = SimpleNamespace(attention_op=op)
+    again, other = (replace(indexed, rows=jnp.asarray(rows_of(indexed))) for _ in range(2))
+    monkeypatch.setattr(maxtext, "SCRATCH", FOUR_TOKENS)
+    own = [
+        *indexed.attend(op, *attended),
+        maxtext._calculate_indexer_loss(layer, indexed, *attended, None, indexed, True, 1),
+    ]
+    newest = np.minimum(np.asarray(indexed.ends - indexed.starts)[..., None], TOPK)
+    place, count = np.arange(TOPK), np.asarray(indexed.ends - indexed.starts)[..., None]
+    other.rows = jnp.asarray(np.where(place < newest, count - newest + place, -1), jnp.int32)
+    maxtext.check_selections({0: other.rows, 1: again.rows}, SEGMENTS)
+    monkeypatch.setattr(maxtext, "_select", lambda *_: pytest.fail("selected"))
+    got = [*again.attend(op, *attended), maxtext._calculate_indexer_loss(layer, again, *attended, None, again, True, 1)]
+    assert all(np.array_equal(*pair) for pair in zip(own, got, strict=True))
+    keys = np.arange(COUNT)
+    chosen = seen() & (keys > np.arange(COUNT)[:, None] - TOPK)
+    want = np.einsum(
+        "bhts,bsc->bthc", probabilities(attended, chosen), np.asarray(attended[1][:, :, 0, :512], np.float64)
+    )
+    for other.batch_invariant in (False, True):
+        other.attended = None
+        out = other.attend(op, *attended)[1]
+        np.testing.assert_allclose(np.asarray(out, np.float64), want, atol=ROUNDINGS * np.abs(want).max())
+
+
+def test_selections_that_do_not_fit_are_refused(indexed: maxtext._Indexed, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = rows_of(indexed)
+    for place, key, told in (
+        ((0, 5, 0), 1, "layer 3, sequence 0, token 5 has keys out of order, or twice"),
+        ((0, 5, 1), 3, "token 5 has keys that it does not see: 2 keys up to 3, expected 2 below 2"),
+        ((1, 7), -1, "sequence 1, token 7 has another number of keys: 0 keys up to -1, expected 3 below 8"),
+    ):
+        wrong = rows.copy()
+        wrong[place] = key
+        with pytest.raises(ArgumentError, match=f"selections: .*{told}"):
+            maxtext.check_selections({3: wrong}, SEGMENTS)
+    rows[1, -1] = -1  # the last token of a segment
+    maxtext.check_selections({3: rows}, SEGMENTS)
+    with pytest.raises(UnsupportedError, match=r"a replay needs xmla's layers"), maxtext.replay({3: rows}):
+        pass
+    monkeypatch.setitem(maxtext._originals, (int, "name"), int)
+    told = "0 layers were traced, expected 1, as many as have some"
+    with pytest.raises(ArgumentError, match=told), maxtext.replay({3: rows}):
+        pass
+    told = "given for 1 layers, expected those of each that selects"
+    with pytest.raises(ArgumentError, match=told), maxtext.replay({3: rows}):
+        assert maxtext._replay is not None
+        assert maxtext._replay.next((BATCH, COUNT), TOPK) is rows
+        maxtext._replay.next((BATCH, COUNT), TOPK)
+    for shape, topk, told in (
+        ((BATCH, 8), TOPK, r"layer 3 has \[batch, tokens\] \(2, 9\), expected \(2, 8\)"),
+        ((BATCH, COUNT), 4, r"layer 3 has shape \(2, 9, 3\), expected \[batch, tokens, 4\]"),
+    ):
+        with pytest.raises(ArgumentError, match=told), maxtext.replay({3: rows}):
+            assert maxtext._replay is not None
+            maxtext._replay.next(shape, topk)
+    with pytest.raises(UnsupportedError, match="a replay is open"), maxtext.replay({3: rows}), maxtext.replay({}):
+        pass

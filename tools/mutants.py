@@ -487,6 +487,7 @@ MUTANTS = (
     Mutant("if self.room < 0:", "if False:", "xmla/_recording.py", "../test_recording.py"),
     Mutant("(missing := (rows[..., 0] == UNWRITTEN).nonzero()).numel()", "(missing := rows[:0]).numel()",
            "xmla/_recording.py", "../test_recording.py"),
+    Mutant("if opened.traced != len(opened.layers):", "if False:", "xmla/maxtext.py", "../test_maxtext.py", "fit"),
     Mutant("if module.indexer is not None and output is not None and not self.used:", "if False:", "xmla/megatron.py",
            "../test_megatron_layer.py", "fit_are_refused"),
     Mutant("((rows >= 0) & (rows >= counts[..., None])).any(-1)", "(rows < -2).any(-1)", "xmla/_selections.py",

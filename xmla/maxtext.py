@@ -1,6 +1,7 @@
 """DeepSeek sparse attention of MaxText by xmla's ops, in training.
 
     xmla.maxtext.install()         once, before a step is traced
+    with xmla.maxtext.replay(…):   around a forward pass that attends to a rollout's selections
     use_mla_absorbed_mqa=True      in MaxText's configuration, beside those of a model with an indexer
 
 MaxText's layer hands its attention a mask of tokens by keys that its indexer made from scores of tokens by keys. Three
@@ -14,7 +15,8 @@ the keys [starts, ends) of its sequence: those of its segment up to itself.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
@@ -22,10 +24,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from xmla import jax_api as xj
-from xmla.core.errors import UnsupportedError
+from xmla._selections import check_form, check_rows
+from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.formats.mla import VALUE_DIMS
 
 Array = jax.Array
@@ -142,6 +146,8 @@ class _Indexed:
     starts: Array  # [B, S] int32
     ends: Array  # [B, S] int32
     topk: int
+    rows: Array | None = None  # [B, S, topk] int32, a rollout's selection, counted from starts
+    batch_invariant: bool = False
     attended: tuple[Array, Array, Array] | None = None
 
     def attend(self, op: Any, query: Array, key: Array) -> tuple[Array, Array, Array]:
@@ -149,14 +155,97 @@ class _Indexed:
         if self.attended is None:
 
             def attend(
-                q: Array, k: Array, weights: Array, starts: Array, ends: Array, query: Array, key: Array
+                q: Array, k: Array, weights: Array, starts: Array, ends: Array, query: Array, key: Array, *rows: Array
             ) -> tuple[Array, Array, Array]:  # fmt: skip
-                chosen = _select(q, k, weights, starts, ends, self.topk)
-                return chosen, *_attend(query, key, chosen)
+                if rows:
+                    chosen = jnp.where(rows[0] < 0, -1, rows[0] + starts[..., None])
+                else:
+                    chosen = _select(q, k, weights, starts, ends, self.topk)
+                return chosen, *_attend(query, key, chosen, self.batch_invariant)
 
             indexer = jax.lax.stop_gradient((self.q, self.k, self.weights))
-            self.attended = _on_each_device(op, attend, *indexer, self.starts, self.ends, query, key)
+            rows = () if self.rows is None else (self.rows,)
+            self.attended = _on_each_device(op, attend, *indexer, self.starts, self.ends, query, key, *rows)
         return self.attended
+
+
+@dataclass(slots=True)
+class _Replay:
+    """A rollout's selections, in the order of their layers, and how many layers were traced with them."""
+
+    layers: list[tuple[int, Any]]
+    batch_invariant: bool
+    traced: int = 0
+
+    def next(self, shape: tuple[int, int], topk: int) -> Any:
+        """Rows of the next layer that is traced."""
+        self.traced += 1
+        if self.traced > len(self.layers):
+            raise ArgumentError(f"selections: given for {len(self.layers)} layers, expected those of each that selects")
+        layer, rows = self.layers[self.traced - 1]
+        check_form(layer, rows, topk, shape)
+        return rows
+
+
+_replay: _Replay | None = None  # while one is open
+
+
+@contextmanager
+def replay(layers: Mapping[int, Any], *, batch_invariant: bool = False) -> Generator[None, None, None]:
+    """Have the layers that are traced while it is open attend to the keys that a rollout selected.
+
+        def loss(parameters, batch, layers):
+            with xmla.maxtext.replay(layers):
+                …                               the model's forward pass
+
+    Layers take the rows in their order, so that each is traced by itself: `scan_layers=False`. Values are not looked
+    at; `check_selections` does so, before a step.
+
+    Args:
+        layers: Arrays [B, S, indexer_topk] int32 of each layer, by its number: a token's keys in ascending order,
+            counted from the first that it sees, and −1 behind the last.
+        batch_invariant: Attend as `sparse_mla` with `batch_invariant`, like an engine with VLLM_BATCH_INVARIANT=1.
+
+    Raises:
+        ArgumentError: Rows of another dtype or shape, or of more or fewer layers than were traced.
+        UnsupportedError: Another replay is open; MaxText's own layers are installed.
+    """
+    global _replay
+    if not _originals:
+        raise UnsupportedError("xmla.maxtext: a replay needs xmla's layers; install them by xmla.maxtext.install()")
+    if _replay is not None:
+        raise UnsupportedError("xmla.maxtext: a replay is open, supported: one at a time")
+    _replay = opened = _Replay(sorted(layers.items()), batch_invariant)
+    try:
+        yield
+    finally:
+        _replay = None
+    if opened.traced != len(opened.layers):
+        raise ArgumentError(
+            f"selections: {opened.traced} layers were traced, expected {len(opened.layers)}, as many as have some; "
+            "supported: scan_layers=False"
+        )
+
+
+def check_selections(layers: Mapping[int, Any], segments: Any = None) -> None:
+    """Check what `replay` takes, in the host's memory.
+
+    Args:
+        layers: As of `replay`, arrays of NumPy or JAX.
+        segments: [B, S], the batch's decoder_segment_ids. Padding, and the last token of a segment, may have rows of −1
+            alone, and attend to nothing.
+
+    Raises:
+        ArgumentError: A token has a key that it does not see, keys out of order, or too few.
+    """
+    for layer, array in layers.items():
+        rows = np.asarray(array)
+        check_form(layer, rows, rows.shape[-1])
+        ids = None if segments is None else jnp.asarray(segments)
+        starts, ends = (np.asarray(each) for each in _ranges(ids, *rows.shape[:2]))
+        needed = np.zeros(starts.shape, bool)
+        needed[:, :-1] = (starts[:, 1:] == starts[:, :-1]) & (ends[:, 1:] > starts[:, 1:])
+        check_rows(layer, rows, ends - starts, needed)
 
 
 def _index(
@@ -189,6 +278,9 @@ def _index(
     ranges = _ranges(decoder_segment_ids, batch, count)
     # MaxText's keys are float32 if its weights are.
     indexed = _Indexed(q, k.astype(q.dtype), weights.astype(jnp.float32), *ranges, self.indexer_topk)
+    if _replay is not None:
+        indexed.rows = _replay.next((batch, count), self.indexer_topk)
+        indexed.batch_invariant = _replay.batch_invariant
     return indexed, None, indexed
 
 
@@ -324,9 +416,11 @@ def _select(q: Array, k: Array, weights: Array, starts: Array, ends: Array, topk
     return _of_sequences(select, k, q, weights, starts, ends)
 
 
-def _attend(query: Array, key: Array, indices: Array) -> tuple[Array, Array]:
+def _attend(query: Array, key: Array, indices: Array, batch_invariant: bool) -> tuple[Array, Array]:
     """out [B, S, H, 512] and lse [B, S, H]; queries are scaled."""
-    out, lse = xj.sparse_mla(_flat(query), _flat(key), _slots(indices), softmax_scale=1.0, **_options)
+    out, lse = xj.sparse_mla(
+        _flat(query), _flat(key), _slots(indices), softmax_scale=1.0, batch_invariant=batch_invariant, **_options
+    )
     return out.reshape(*query.shape[:3], -1), lse.reshape(query.shape[:3])
 
 

@@ -123,3 +123,29 @@ def test_every_option_that_decides_is_one_of_maxtexts() -> None:
     config = layer_of(True, 1).config
     assert all(getattr(config, name) in served for name, served in xmla.maxtext.SERVED.items())
     assert all(getattr(config, name) <= most for name, most in xmla.maxtext.MAX_HEADS.items())
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_replayed_selection_has_the_bits_of_the_same_one(remat: bool) -> None:
+    """Output, the indexer's loss and all gradients; nothing is selected."""
+    layer = layer_of(True, 1)
+    xmla.maxtext.install()
+    rows: list[jax.Array] = []
+    select = xmla.maxtext._select
+
+    def noted(*args: Any) -> jax.Array:
+        chosen = select(*args)
+        jax.debug.callback(
+            lambda *each: rows.append(np.where(each[0] < 0, -1, each[0] - each[1])), chosen, args[3][..., None]
+        )
+        return chosen
+
+    with maxtext.over(layer.config), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(xmla.maxtext, "_select", noted)
+        own = maxtext.Step(layer, SEGMENTS, remat)()
+        patch.setattr(xmla.maxtext, "_select", None)
+        with xmla.maxtext.replay({0: jnp.asarray(rows[0])}):
+            again = maxtext.Step(layer, SEGMENTS, remat)()
+    xmla.maxtext.uninstall()
+    xmla.maxtext.check_selections({0: rows[0]}, SEGMENTS)
+    assert own.keys() == again.keys() and all(np.array_equal(again[name], value) for name, value in own.items())
