@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.slow]
 TOKENS = 41
 # Of a config with an indexer: selected blocks of grouped-query attention, no indices given to attention, other latents.
 REFUSED = (
-    "minimax_m3_vl_text", "qwen4_exp_text", "glm5_next_text", "axk2", "dots3_note_text", "hy_v4_vl_text",
+    "minimax_m3_vl_text", "qwen4_exp_text", "axk2", "dots3_note_text", "hy_v4_vl_text",
 )  # fmt: skip
 
 

@@ -6,6 +6,8 @@ import torch
 import transformers
 from transformers import (
     AutoModelForCausalLM,
+    Glm5NextConfig,
+    Glm5NextForConditionalGeneration,
     MistralLarge4Config,
     MistralLarge4ForConditionalGeneration,
     PixtralVisionConfig,
@@ -33,6 +35,11 @@ OF_TYPE["deepseek_v4"] = {
     "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}, "hc_mult": 2,
     "sliding_window": 8, "index_topk": 4,
 }  # fmt: skip
+OF_TYPE["glm5_next_text"] = {
+    "q_lora_rank": 32, "qk_rope_head_dim": 0, "index_kpool": 4, "linear_num_heads": 2, "linear_head_dim": 16,
+    "layer_types": ["indexed_attention", "indexed_attention", "linear_attention"], "hc_mult": 2,
+    "indexer_types": ["full", "shared", "full"],
+} | DENSE  # fmt: skip
 
 
 def build(kind: str, device: str, **changes: Any) -> Any:
@@ -47,9 +54,13 @@ def build(kind: str, device: str, **changes: Any) -> Any:
         return attending(
             MistralLarge4ForConditionalGeneration._from_config(config, dtype=torch.bfloat16).to(device).eval()
         )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    if kind == "deepseek_v4":
-        randomise(model)
+    if kind == "glm5_next_text":  # likewise
+        seeing = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+        config = Glm5NextConfig(text_config=config.to_dict(), vision_config=seeing)
+        model = Glm5NextForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
+    else:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    randomise(model)
     return attending(model.to(device).eval())
 
 
@@ -57,10 +68,13 @@ def randomise(model: Any) -> None:
     """Draw what is initialised to zeros, so that leaving it out gives another result; experts are those of a token."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(("sinks", "position_bias")):
+            if name.endswith(("sinks", "position_bias", "compress_ape")):
                 parameter.normal_()
-        for layer in model.model.layers:
-            layer.mlp.gate.tid2eid.random_(4)
+            elif name.endswith("compress_gate"):
+                parameter.normal_(std=0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("tid2eid"):
+                buffer.random_(4)
 
 
 def attending(model: Any, implementation: str = "xmla") -> Any:

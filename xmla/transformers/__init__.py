@@ -7,7 +7,8 @@
 Importing this package makes the name known. Models of `SERVED` then select keys by `indexer_scores` and `select_topk`
 and attend by `sparse_mla`, over the latents as they are cached: neither scores of all indexer heads, nor keys and
 values of all heads, nor a mask of tokens by keys are made. DeepSeek-V4's keys are rows already, of a window and of
-entries that `compress_rows` makes. Other models are refused by name when they are called.
+entries; `compress_rows` makes these, and the keys of GLM-5.3-Flash's pools. Other models are refused by name when they
+are called.
 `LatentCache` holds latents as the kernels read them, in 16 bits or fp8. `IndexerLoss` trains the indexers, and
 `Selections` of a rollout stand in the place of the indexers' own.
 

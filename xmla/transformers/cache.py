@@ -181,5 +181,7 @@ class LatentCache(DynamicCache):
             raise UnsupportedError(
                 f"LatentCache: the indexer's keys have {text.index_head_dim} dims, those of fp8 have 32, 64 or 128"
             )
+        if indexer_keys and hasattr(text, "index_kpool"):
+            raise UnsupportedError("LatentCache: the indexer's keys are pooled by gates, those of fp8 have none")
         layer_of = partial(_LatentLayer, entries, indexer_keys)
         self.layers = [layer_of() if isinstance(layer, DynamicLayer) else layer for layer in self.layers]

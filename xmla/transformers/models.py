@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_map_only
 from transformers import DynamicCache
 
 from xmla.core.errors import ArgumentError, UnsupportedError
-from xmla.transformers import attention, entries
+from xmla.transformers import attention, entries, pools
 from xmla.transformers.attention import autocast, latents, of_16_bits
 from xmla.transformers.cache import LatentCache
 from xmla.transformers.learning import IndexerLoss
 from xmla.transformers.masks import Visible, part, visible
 from xmla.transformers.replay import Selections
-from xmla.transformers.selection import Keys, Projected, select
+from xmla.transformers.selection import Keys, Projected, head_weights, select
 
 NAME = "xmla"
 AT_ONCE = 8192  # queries that attention projects: those of all heads are 150 KB a token and more
@@ -62,12 +62,6 @@ def _query(indexer: Any, x: torch.Tensor) -> torch.Tensor:
     return indexer.wq_b(x).unflatten(-1, (indexer.n_heads, indexer.head_dim))
 
 
-def _weights(indexer: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Weights of each head, [B, S, I] float32, with all factors of the scores."""
-    weights = indexer.weights_proj(hidden_states.to(indexer.weights_proj.weight.dtype)).float()
-    return weights * (indexer.n_heads**-0.5 * indexer.softmax_scale)
-
-
 def _project(
     indexer: Any, q: torch.Tensor, k: torch.Tensor, arguments: dict[str, Any], *, interleaved: bool = False,
     rope_last: bool = False,
@@ -83,7 +77,7 @@ def _project(
         torch.cat([each_rest, each_rope] if rope_last else [each_rope, each_rest], -1)
         for each_rest, each_rope in ((q_rest, q_rope), (k_rest, k_rope))
     )
-    return Projected(q, k[:, :, 0], _weights(indexer, arguments["hidden_states"]))
+    return Projected(q, k[:, :, 0], head_weights(indexer, arguments["hidden_states"]))
 
 
 def deepseek_v32(indexer: Any, arguments: dict[str, Any]) -> Projected:
@@ -111,7 +105,7 @@ def mistral_large4(indexer: Any, arguments: dict[str, Any]) -> Projected:
     q = indexer.softmax_scaling(q, arguments["position_ids"], head_dim_first=False)
     if indexer.use_rope:
         return _project(indexer, q, k, arguments, interleaved=True)
-    return Projected(q, k, _weights(indexer, x))
+    return Projected(q, k, head_weights(indexer, x))
 
 
 # Of each model type the file of its classes, how their names begin and how its indexer projects.
@@ -121,8 +115,8 @@ _CLASSES: dict[str, tuple[str, str, Callable[..., Projected]]] = {
     "hy_v4": ("hy_v4", "HYV4", hy_v4),
     "mistral_large4_text": ("mistral_large4", "MistralLarge4Text", mistral_large4),
 }
-ENTRIES = "deepseek_v4"
-SERVED = (*_CLASSES, ENTRIES)
+ENTRIES, POOLS = "deepseek_v4", "glm5_next_text"
+SERVED = (*_CLASSES, ENTRIES, POOLS)
 
 
 def mask(*sizes: Any, config: Any, **options: Any) -> torch.Tensor:
@@ -141,7 +135,8 @@ def mask(*sizes: Any, config: Any, **options: Any) -> torch.Tensor:
 
 def attend(module: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
     """Attention of a layer, as transformers calls it."""
-    return (entries if module.config.model_type == ENTRIES else attention).attend(module, *args, **kwargs)
+    of_kind = {ENTRIES: entries, POOLS: pools}.get(module.config.model_type, attention)
+    return of_kind.attend(module, *args, **kwargs)
 
 
 class _Layer(NamedTuple):
@@ -166,30 +161,33 @@ def serve() -> None:
         layer.forward = _attention(layer.forward, _Layer(_part, LatentCache, keyed=True))
         layer.expand_kv = _expand_kv(layer.expand_kv)
         indexer.forward = _indexer(indexer.forward, project)
-    module = _module("deepseek_v4")
-    layer = module.DeepseekV4Attention
+    v4, glm = _module("deepseek_v4"), _module("glm5_next")
+    layer = v4.DeepseekV4Attention
     layer.forward = _attention(layer.forward, _Layer(entries.part, DynamicCache, keyed=False))
-    for each, ours in (
-        (module.DeepseekV4HCACompressor, entries.heavily),
-        (module.DeepseekV4CSACompressor, entries.sparsely),
-        (module.DeepseekV4Indexer, entries.index),
-    ):
-        each.forward = _instead(each.forward, ours)
+    _instead(v4.DeepseekV4HCACompressor, "forward", entries.heavily)
+    _instead(v4.DeepseekV4CSACompressor, "forward", entries.sparsely)
+    _instead(v4.DeepseekV4Indexer, "forward", entries.index)
+    layer = glm.Glm5NextTextAttention
+    layer.forward = _attention(layer.forward, _Layer(pools.part, LatentCache, keyed=False))
+    layer.expand_kv = _expand_kv(layer.expand_kv)
+    _instead(layer, "build_attention_mask_from_topk", pools.chosen)
+    _instead(glm.Glm5NextTextIndexer, "forward", pools.index)
 
 
 def _module(file: str) -> Any:
     return import_module(f"transformers.models.{file}.modeling_{file}")
 
 
-def _instead(own: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """Another forward, of modules that know their configuration by the rotation that they have."""
+def _instead(kind: Any, name: str, ours: Callable[..., Any]) -> None:
+    """Have a class's method be ours where the configuration of its object names xmla."""
+    own = getattr(kind, name)
 
     @wraps(own)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        asked = self.rotary_emb.config._attn_implementation == NAME
-        return (ours if asked else own)(self, *args, **kwargs)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = self.config if hasattr(self, "config") else self.rotary_emb.config
+        return (ours if config._attn_implementation == NAME else own)(self, *args, **kwargs)
 
-    return forward
+    setattr(kind, name, method)
 
 
 def _part(layer: Any, whole: dict[str, Any], first: int, last: int) -> torch.Tensor:
@@ -244,21 +242,26 @@ def _attention(own: Callable[..., Any], layer: _Layer) -> Callable[..., Any]:
             return run(whole, 0, queries)
         if whole.get("cache") is None:
             whole["cache"] = layer.cache(config=self.config)
-        out, chosen = torch.empty_like(x), []
+        out, handed_on = torch.empty_like(x), []
         for first in range(0, queries, AT_ONCE):
             last = min(first + AT_ONCE, queries)
             a_token = {name: whole[name] for name in A_TOKEN if name in whole}
             some = whole | tree_map_only(torch.Tensor, lambda x, part=slice(first, last): x[:, part], a_token)
             some["attention_mask"] = layer.part(self, whole, first, last)
             out[:, first:last], _, *selection = run(some, first, last)
-            chosen += selection
-        if not chosen:
-            return out, None
-        width = max(each.shape[-1] for each in chosen)  # keys of the first parts may be fewer than are selected
-        padded = [nn.functional.pad(each, (0, width - each.shape[-1]), value=-1) for each in chosen]
-        return out, None, torch.cat(padded, 1)
+            handed_on.append(selection)
+        return out, None, *map(_joined, zip(*handed_on, strict=True))
 
     return forward
+
+
+def _joined(parts: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
+    """The selection that a layer hands on, or None, of those of its parts, of which the first may have fewer keys."""
+    chosen = [each for each in parts if each is not None]
+    if not chosen:
+        return None
+    width = max(each.shape[-1] for each in chosen)
+    return torch.cat([nn.functional.pad(each, (0, width - each.shape[-1]), value=-1) for each in chosen], 1)
 
 
 def _expand_kv(own: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """The keys that queries of a batch attend to."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,6 +28,12 @@ class Keys(NamedTuple):
     def each(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Keys":
         """What a function makes of values and scales."""
         return Keys(function(self.values), None if self.scales is None else function(self.scales))
+
+
+def head_weights(indexer: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Weights of each head, [B, S, I] float32, with all factors of the scores."""
+    weights = indexer.weights_proj(hidden_states.to(indexer.weights_proj.weight.dtype)).float()
+    return weights * (indexer.n_heads**-0.5 * indexer.softmax_scale)
 
 
 def quantized(keys: torch.Tensor) -> Keys:
