@@ -1,5 +1,7 @@
 """Selections of blocks of keys: that they are the selections over all keys, and that a call's parts do not show."""
 
+from functools import partial
+
 import kit
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from xmla.core.errors import UnsupportedError
 from xmla.core.ops.indexer.indexer_topk.cases import make_case as ragged
 from xmla.core.ops.indexer.indexer_topk_paged.cases import make_case as paged
 from xmla.core.registry import registry
+from xmla.core.values import H200, assume_device
 from xmla.torch_api._all_ops import TORCH_OPS
 
 OPS = registry()
@@ -95,6 +98,25 @@ def test_what_does_not_fit_one_token_is_refused(device: str) -> None:
         assert str(caught.value).startswith(f"{name}: workspace_bytes value is 100, supported: at least ")
         least = int(str(caught.value).split("at least ")[1].split()[0])
         getattr(TORCH_OPS, name)(*call, **{**op.cases[0].attrs, "workspace_bytes": least})
+
+
+@pytest.mark.parametrize("name", ["indexer_blocks_paged", "indexer_block_topk_paged"])
+def test_what_does_not_fit_too_many_parts_is_refused(name: str) -> None:
+    """Of more tokens than there may be parts: a part has several, and the error says how much they need."""
+    tokens, blocks = 16173, 2048
+    integers, rows = partial(torch.empty, dtype=torch.int32, device="meta"), (tokens, 32)
+    call = [
+        torch.empty(*rows, 128, dtype=torch.float8_e4m3fn, device="meta"), torch.empty(rows, device="meta"),
+        torch.empty(8, 64, 132, dtype=torch.uint8, device="meta"), integers(1, 1024), integers(tokens),
+    ]  # fmt: skip
+    if name == "indexer_block_topk_paged":
+        call.append(integers(tokens, blocks))
+    plan = partial(getattr(torch_api, name).plan, *call, k=512, granularity=8)
+    with assume_device(H200):
+        with pytest.raises(UnsupportedError, match="supported: at least ") as caught:
+            plan(workspace_bytes=1 << 20)
+        least = int(str(caught.value).split("at least ")[1].split()[0])
+        assert 1 << 20 < plan(workspace_bytes=least).workspace_bytes <= least
 
 
 def logits_of(q8: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

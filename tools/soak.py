@@ -75,9 +75,10 @@ def configuration(model: type[Model], number: int, framework: str) -> Model:
     drafts = (1, *sorted({int(n) for n in rng.integers(2, 9, 2)}))
     sizes |= {
         "heads": int(rng.choice([8, 16, 32, 64, 128])), "index_heads": int(rng.choice([8, 16, 32, 64])),
-        "index_format": str(rng.choice(["fp8", "mxfp4"])), "k": int(rng.choice([128, 512, 1024, 2048])),
+        "index_format": str(rng.choice(["fp8", "mxfp4", "fp8_ue8m0"])), "k": int(rng.choice([128, 512, 2048, 4096])),
         "page_size": int(rng.choice([16, 32, 64, 128, 256])), "next_n": drafts[: int(rng.integers(1, 4))],
-        "mixed": bool(rng.integers(2)), "batches": (any_size(rng, 1024),), "max_lens": (64 * any_size(rng, 1 << 14),),
+        "mixed": bool(rng.integers(2)), "batch_invariant": bool(rng.random() < 0.2), "batches": (any_size(rng, 1024),),
+        "max_lens": (64 * any_size(rng, 1 << 14),),
         "prefill_tokens": (any_size(rng, 16384),) if rng.random() < 0.8 else (),
     }  # fmt: skip
     sizes |= FORMATS[model][int(rng.integers(len(FORMATS[model])))]

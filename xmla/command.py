@@ -101,7 +101,7 @@ TensorParallel = Annotated[int, typer.Option(min=1, help="Ranks that divide the 
 CacheFormat = Annotated[str | None, typer.Option(help="Of the latents' cache, or of V4's window; default: released.")]
 ExtraFormat = Annotated[str | None, typer.Option(help="Of V4's compressed entries; default: the released one.")]
 NopeFormat = Annotated[str | None, typer.Option(help="Of Mistral-Large-4's layers without rope; default: nope.")]
-IndexFormat = Annotated[str | None, typer.Option(help="Of the indexer's cache, fp8 or mxfp4; default: released.")]
+IndexFormat = Annotated[str | None, typer.Option(help="Of indexer keys: fp8, mxfp4, fp8_ue8m0; default: released.")]
 Batches = Annotated[
     list[int] | None,
     typer.Option("--batch", min=1, help="Requests of a decode step; default: 64, of warmup up to 512."),
@@ -125,6 +125,7 @@ PageSize = Annotated[int | None, typer.Option(min=1, help="Entries a page; defau
 Scale = Annotated[float | None, typer.Option(min=0, help="Compiled in; default: the released model's, with YaRN.")]
 Floor = Annotated[str | None, typer.Option(help="Of what a step writes, scale or amax; default: each op's own.")]
 Workspace = Annotated[int | None, typer.Option(min=1, help="The most bytes that a selection uses; default: 2**29.")]
+Invariant = Annotated[bool, typer.Option("--batch-invariant", help="Attention's bits do not follow the batch.")]
 Mixed = Annotated[bool, typer.Option(help="Requests of a batch may have different numbers of new tokens.")]
 Ranks = Annotated[int | None, typer.Option(min=1, help="Ranks that share each request's pages (context parallel).")]
 Target = Annotated[str | None, typer.Option("--device", help="A known device; default: the GPU present.")]
@@ -223,8 +224,8 @@ def plan(
     prefill: Prefills = None, tensor_parallel: TensorParallel = 1, heads: Heads = None, index_heads: IndexHeads = None,
     k: TopK = None, page_size: PageSize = None, cache_format: CacheFormat = None, extra_format: ExtraFormat = None,
     nope_format: NopeFormat = None, index_format: IndexFormat = None, softmax_scale: Scale = None,
-    scale_floor: Floor = None, workspace: Workspace = None, mixed: Mixed = False, ranks: Ranks = None,
-    device: Target = None, as_json: AsJson = False,
+    scale_floor: Floor = None, workspace: Workspace = None, batch_invariant: Invariant = False, mixed: Mixed = False,
+    ranks: Ranks = None, device: Target = None, as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """What a model's steps launch, and the bytes of workspace and caches they need; without a GPU for the H200."""
     from xmla.cli.plan import show_plan, typical
@@ -233,7 +234,7 @@ def plan(
         model, tensor_parallel, batches=batch, max_lens=max_len, next_n=next_n, prefill_tokens=prefill, heads=heads,
         index_heads=index_heads, k=k, page_size=page_size, cache_format=cache_format, extra_format=extra_format,
         nope_format=nope_format, index_format=index_format, softmax_scale=softmax_scale, scale_floor=scale_floor,
-        workspace_bytes=workspace, mixed=mixed, ranks=ranks,
+        workspace_bytes=workspace, batch_invariant=batch_invariant, mixed=mixed, ranks=ranks,
     )  # fmt: skip
     show_plan(config, device, as_json)
 
@@ -246,8 +247,8 @@ def warmup(
     tensor_parallel: TensorParallel = 1, heads: Heads = None, index_heads: IndexHeads = None, k: TopK = None,
     page_size: PageSize = None, cache_format: CacheFormat = None, extra_format: ExtraFormat = None,
     nope_format: NopeFormat = None, index_format: IndexFormat = None, softmax_scale: Scale = None,
-    scale_floor: Floor = None, workspace: Workspace = None, mixed: Mixed = False, ranks: Ranks = None,
-    device: Target = None,
+    scale_floor: Floor = None, workspace: Workspace = None, batch_invariant: Invariant = False, mixed: Mixed = False,
+    ranks: Ranks = None, device: Target = None,
     pack: Annotated[
         Path | None, typer.Option(help="Write the kernels into this file, too.", callback=writable)
     ] = None,
@@ -285,7 +286,8 @@ def warmup(
         model, tensor_parallel, batches=batch, max_lens=max_len, next_n=next_n,
         prefill_tokens=[] if no_prefill else prefill, heads=heads, index_heads=index_heads, k=k, page_size=page_size,
         cache_format=cache_format, extra_format=extra_format, nope_format=nope_format, index_format=index_format,
-        softmax_scale=softmax_scale, scale_floor=scale_floor, workspace_bytes=workspace, mixed=mixed, ranks=ranks,
+        softmax_scale=softmax_scale, scale_floor=scale_floor, workspace_bytes=workspace,
+        batch_invariant=batch_invariant, mixed=mixed, ranks=ranks,
     )  # fmt: skip
     report = warmup(config, target)
     if pack is not None:

@@ -167,11 +167,12 @@ def split(requests: int, next_n: int) -> Call:
     return Call("split_batch", batch, {"num_tokens": requests * next_n, "decode_threshold": next_n})
 
 
-def place(page: int) -> Iterator[Call]:
-    """The calls that find the slots of new tokens, a position each, with request ids or not; of any sizes."""
-    one, ids = Spec((1, 1), "int32"), {"request_ids": Spec((1,), "int32")}
-    for more in ({}, ids):
-        yield Call("map_slots", {"indices": one, "block_table": one, **more}, {"page_size": page})
+def place(page: int, positions: int) -> Iterator[Call]:
+    """The calls that find the slots of new tokens: so many of each request, or one in a row, with request ids."""
+    table, ids = Spec((1, 1), "int32"), {"request_ids": Spec((1,), "int32")}
+    for width, more in ((positions, {}), (1, ids)):
+        specs = {"indices": Spec((1, width), "int32"), "block_table": table, **more}
+        yield Call("map_slots", specs, {"page_size": page})
 
 
 def map_call(k: int, page: int, *, compact: bool = False) -> Call:
@@ -207,6 +208,7 @@ class Model(ABC):
     prefill_tokens: tuple[int, ...] = (2048, 8192)
     scale_floor: str | None = None
     workspace_bytes: int | None = None
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         """Raise ArgumentError for a field of another type than declared, or a number that counts nothing."""
@@ -232,6 +234,11 @@ class Model(ABC):
         """The attribute of ops that select, unless it is each op's own."""
         return {} if self.workspace_bytes is None else {"workspace_bytes": self.workspace_bytes}
 
+    @property
+    def invariance(self) -> dict[str, bool]:
+        """The attribute of ops that attend, unless it is each op's own."""
+        return {"batch_invariant": True} if self.batch_invariant else {}
+
     @abstractmethod
     def caches(self) -> dict[str, Spec]:
         """The pools of a layer; the number of pages is arbitrary, since `specializations` replaces it."""
@@ -243,6 +250,10 @@ class Model(ABC):
     @abstractmethod
     def prefill(self, tokens: int, max_len: int) -> Iterator[Call]:
         """A prefill step of `tokens`."""
+
+    def gathering(self, tokens: int, keys: int) -> Iterator[Call]:
+        """A prefill step of `tokens` that gathers so many keys, which may be those of several prompts."""
+        return iter(())
 
     def steps(self) -> Iterator[tuple[str, list[Call]]]:
         """Every step that the lists describe: its description and its calls."""
@@ -291,17 +302,21 @@ class Model(ABC):
         def prefills(tokens: int, max_len: int) -> Iterable[Call]:
             return (call.with_unaligned() for call in self.prefills(tokens, max_len))
 
+        def gathering(tokens: int, keys: int) -> Iterable[Call]:
+            return (call.with_unaligned() for call in self.gathering(tokens, keys))
+
         def attention(tokens: int, pages: int) -> Iterable[Call]:
             return (call.with_pages(pages) for call in self.attention(tokens))
 
         def attention_of_prefills(tokens: int, pages: int) -> Iterable[Call]:
             return (call.with_pages(pages).with_unaligned() for call in self.attention(tokens, prefill=True))
 
-        def places(page: int) -> Iterable[Call]:
-            return (call.with_unaligned() for call in place(page))
+        def places(page: int, positions: int) -> Iterable[Call]:
+            return (call.with_unaligned() for call in place(page, positions))
 
         decode = self.decode  # one object, by which its steps are known
-        for max_len in self.contexts():
+        longest = max(self.max_lens)
+        for max_len in self.contexts(longest):
             for next_n in self.next_n:
                 for tokens in full_waves(device, requests * next_n):
                     for count in {max(tokens // next_n, 1), cdiv(tokens, next_n)}:
@@ -310,27 +325,41 @@ class Model(ABC):
                 yield mixed, (tokens, max_len)
             for tokens in full_waves(device, prefill):
                 yield prefills, (tokens, max_len)
+        for keys, tokens in product(self.contexts(max(longest, prefill)), full_waves(device, prefill)):
+            if keys > longest:
+                yield gathering, (tokens, keys)
+        # Tokens of a request share programs, whose number tells how many share a row that does not fit a workspace.
+        for next_n, count in product(self.next_n, full_waves(device, requests)):
+            yield decode, (count, next_n, longest)
         if self.mixed and requests:
             yield lambda: (split(requests, most),), ()
-        for make, longest in ((attention, requests * most), (attention_of_prefills, prefill)):
-            for tokens, pages in product(token_counts(device, longest), POOLS):
+        for make, tokens_of in ((attention, requests * most), (attention_of_prefills, prefill)):
+            for tokens, pages in product(token_counts(device, tokens_of), POOLS):
                 yield make, (tokens, pages)
-        for page in {spec.shape[1]: None for spec in self.caches().values()}:
-            yield places, (page,)
+        pages = {spec.shape[1]: None for spec in self.caches().values()}
+        rows = {min(n + more, prefill) for n in powers_of_2(prefill) for more in (0, 1, 4)}  # whole vectors, and not
+        for page, positions in product(pages, sorted({1, *self.next_n, *rows})):
+            yield places, (page, positions)
 
-    def contexts(self) -> list[int]:
+    def contexts(self, longest: int) -> list[int]:
         """Lengths of contexts, in tokens, whose tables have the widths at which plans differ: powers of two, the most.
 
         Rows of as many columns as a table has entries may be whole vectors or not: where a page alone is none, tables
         of a few pages more, or fewer, are those of the other kind. Of long ones there is also what exceeds each power
-        of two: more of their tokens fit the workspace at once than of the next power.
+        of two: more of their tokens fit the workspace at once than of the next power. The first table with
+        more entries than are selected may be narrower than the next power of two.
         """
-        longest = max(self.max_lens)
         more = {0, *(page * n for entries, page in self.pages() for n in range(4 // gcd(entries, 4)))}
-        longer = {min(length + pages, longest) for length in powers_of_2(longest) for pages in more}
+        chosen_of = [page * (k // entries + 1) for entries, page in self.pages() for k in self.selected]
+        longer = {min(length + pages, longest) for length in (*powers_of_2(longest), *chosen_of) for pages in more}
         page = min(page for _, page in self.pages())
         longer |= {min(length + page, longest) for length in powers_of_2(longest) if length >= LONG}
         return sorted(longer | {max(longest - pages, 1) for pages in more})
+
+    @property
+    @abstractmethod
+    def selected(self) -> tuple[int, ...]:
+        """How many entries of a table the selections have, which are all of them if there are no more."""
 
     def pages(self) -> Iterator[tuple[int, int]]:
         """The entries of a page of each cache, and the tokens that it stands for."""

@@ -18,7 +18,7 @@ class ModelConfigGlmFlash(Model):
     Attributes:
         heads: Query heads of this rank, H.
         index_heads: Indexer heads, I, of D = `index_dim` dims.
-        index_format: Format of the pooled keys, "fp8" or "mxfp4".
+        index_format: Format of the pooled keys, "fp8", "mxfp4" or "fp8_ue8m0".
         cache_format: Format of attention's cache: "nope", "plain_v4" (rows of 512 plain elements, as vLLM stores them
             by default), or "v32" or "plain" with roped dims of 0.
         k: Selected tokens per token besides the tail: k / pool pools.
@@ -34,6 +34,7 @@ class ModelConfigGlmFlash(Model):
         prefill_tokens: Tokens of a prefill step, to the largest that occurs.
         scale_floor: Of what a step writes, as in `write_mla_cache`; by default each op's own.
         workspace_bytes: Of what a step selects, as in `indexer_topk`; by default the ops' own, 2**29.
+        batch_invariant: Of attention, as in `sparse_mla`.
     """
 
     heads: int = 64
@@ -57,6 +58,10 @@ class ModelConfigGlmFlash(Model):
     @property
     def layout(self) -> MlaLayout:
         return layout_of(self.cache_format, type(self), rope_in_value=False)
+
+    @property
+    def selected(self) -> tuple[int, ...]:
+        return (self.k // self.pool,)
 
     def caches(self) -> dict[str, Spec]:
         """The pools, of PAGES each."""
@@ -97,17 +102,18 @@ class ModelConfigGlmFlash(Model):
             "state": Spec((PAGES, self.state_page, 2 * self.index_dim), "float32"),
             "state_table": table(self.state_page), "cache": caches["indexer_cache"], "block_table": of_pools, **ids,
         }  # fmt: skip
-        yield Call("pool_keys", pooled, {})
+        form = {"cache_format": self.index_format}
+        yield Call("pool_keys", pooled, form)
         query = Spec((tokens, self.index_heads, self.index_dim), self.dtype)
         weights = Spec((tokens, self.index_heads), "float32")
-        attrs = {"scale": self.index_scale, "format": self.index_format}
+        attrs = {"scale": self.index_scale, "format": self.indexer.query_format}
         yield Call("quantize_indexer_query", {"q": query, "weights": weights}, attrs)
         scored = {
             "q8": Spec(query.shape, self.indexer.query_dtype), "weights": weights, "cache": caches["indexer_cache"],
             "block_table": of_pools, "lengths": a_token, **ids,
         }  # fmt: skip
         count = self.k // self.pool
-        yield Call("indexer_topk_paged", scored, {"k": count, **self.room})
+        yield Call("indexer_topk_paged", scored, {"k": count, **form, **self.room})
         selected = {"blocks": Spec((tokens, count), "int32"), "lengths": a_token}
         yield Call("expand_blocks", selected, {"granularity": self.pool})
         width = self.k + self.pool - 1
@@ -117,4 +123,5 @@ class ModelConfigGlmFlash(Model):
             "q": Spec((tokens, self.heads, self.layout.dims), self.dtype), "cache": caches["mla_cache"],
             "slots": Spec((tokens, width), "int32"), "lengths": a_token,
         }  # fmt: skip
-        yield Call("sparse_mla", attended, {"softmax_scale": self.softmax_scale, "cache_format": self.cache_format})
+        attrs = {"softmax_scale": self.softmax_scale, "cache_format": self.cache_format, **self.invariance}
+        yield Call("sparse_mla", attended, attrs)

@@ -19,7 +19,7 @@ class ModelConfigMistralLarge4(Model):
     Attributes:
         heads: Query heads of this rank, H.
         index_heads: Indexer heads, I, of D = `index_dim` dims.
-        index_format: Format of the indexer's cache, "fp8" or "mxfp4".
+        index_format: Format of the indexer's cache, "fp8", "mxfp4" or "fp8_ue8m0".
         cache_format, nope_format: Formats of the latents' caches: "v32", "plain" or "nvfp4" with rope, "nope" or
             "plain_v4" without.
         k: Selected keys per token.
@@ -33,6 +33,7 @@ class ModelConfigMistralLarge4(Model):
         prefill_tokens: Tokens of a prefill step, to the largest that occurs.
         scale_floor: Of what a step writes, as in `write_mla_cache`; by default each op's own.
         workspace_bytes: Of what a step selects, as in `indexer_topk`; by default the ops' own, 2**29.
+        batch_invariant: Of attention, as in `sparse_mla`.
     """
 
     heads: int = 64
@@ -55,6 +56,10 @@ class ModelConfigMistralLarge4(Model):
         rope, nope = (ModelConfig(**sizes | {"cache_format": name}, shared_selection=True) for name in formats)
         return rope, nope
 
+    @property
+    def selected(self) -> tuple[int, ...]:
+        return (self.k,)
+
     def caches(self) -> dict[str, Spec]:
         """The pools; the number of pages is arbitrary, since `specializations` replaces it by few and many."""
         rope, nope = (kind.caches() for kind in self.kinds)
@@ -69,6 +74,10 @@ class ModelConfigMistralLarge4(Model):
         """A prefill step of `tokens`."""
         for kind in self.kinds:
             yield from kind.prefill(tokens, max_len)
+
+    def gathering(self, tokens: int, keys: int) -> Iterator[Call]:
+        """A prefill step of `tokens`, over so many keys."""
+        return self.prefill(tokens, keys)
 
     def attention(self, tokens: int, *, prefill: bool = False) -> Iterator[Call]:
         """The calls of attention alone of both kinds of layers."""

@@ -1,6 +1,6 @@
 """Sizes of steps at which plans differ, of the lists of kernels that models and engines' plugins have."""
 
-from xmla.core.values import Device
+from xmla.core.values import Device, cdiv
 
 # No plan divides the keys of more tokens, on any known device.
 SPLIT_TOKENS = 2048
@@ -15,10 +15,14 @@ def token_counts(device: Device, most: int) -> list[int]:
 
 
 def full_waves(device: Device, most: int) -> list[int]:
-    """Numbers of tokens at which selections are planned: those that 1, 2, 4, … programs for each fit the GPU."""
+    """Numbers of tokens at which selections are planned: those that 1, 2, 4, … programs for each fill the GPU.
+
+    Or just do not, or more than fill it, and numbers between these.
+    """
     programs = 2 * device.num_sms
-    full = {programs // n for n in powers_of_2(programs)}
-    return sorted({n for n in {*full, *(n + 1 for n in full), *powers_of_2(most), most} if 0 < n <= most})
+    full = {count for n in powers_of_2(programs) for count in (programs // n, cdiv(programs, n))}
+    near = {count + more for count in full for more in (-1, 0, 1)} | {3 * count // 4 for count in full}
+    return sorted({n for n in {*near, *powers_of_2(most), most} if 0 < n <= most})
 
 
 def powers_of_2(most: int) -> list[int]:

@@ -21,7 +21,7 @@ class ModelConfig(Model):
     Attributes:
         heads: Query heads of this rank, H.
         index_heads: Indexer heads, I, of D = `index_dim` dims.
-        index_format: Format of the indexer's cache, "fp8" or "mxfp4".
+        index_format: Format of the indexer's cache, "fp8", "mxfp4" or "fp8_ue8m0".
         cache_format: Format of attention's cache: "v32", "plain" rows, "nvfp4", and without roped dims "nope" or
             "plain_v4".
         k: Selected keys per token.
@@ -38,6 +38,7 @@ class ModelConfig(Model):
         prefill_tokens: Tokens of a prefill step, which are also the least keys, to the largest that occurs.
         scale_floor: Of what a step writes, as in `write_mla_cache`; by default each op's own.
         workspace_bytes: Of what a step selects, as in `indexer_topk`; by default the ops' own, 2**29.
+        batch_invariant: Of attention, as in `sparse_mla`.
         sink: Whether attention has a sink.
         ranks: Ranks over which each request's pages are interleaved; decode steps are then those of `ContextParallel`.
     """
@@ -65,6 +66,10 @@ class ModelConfig(Model):
     def layout(self) -> MlaLayout:
         return layout_of(self.cache_format, type(self), rope_in_value=False)
 
+    @property
+    def selected(self) -> tuple[int, ...]:
+        return (self.k,)
+
     def caches(self) -> dict[str, Spec]:
         """Specs of both pools; the number of pages is any, since `specializations` replaces it by few and many."""
         layout = self.layout
@@ -79,7 +84,8 @@ class ModelConfig(Model):
         keys = Spec((tokens, self.index_dim), self.dtype)
         cached = {"latent": latent, "rope": rope, "slots": slots, "cache": caches["mla_cache"]}
         yield Call("write_mla_cache", cached, {"cache_format": self.cache_format, **self.floor})
-        yield Call("write_indexer_cache", {"keys": keys, "slots": slots, "cache": caches["indexer_cache"]}, {})
+        stored = {"keys": keys, "slots": slots, "cache": caches["indexer_cache"]}
+        yield Call("write_indexer_cache", stored, {"cache_format": self.index_format})
 
     def step(self, tokens: int, specs: dict[str, Spec], attrs: dict[str, Any]) -> Call:
         """The one call that a caller may make in place of both writes and `dsa_attention`."""
@@ -115,8 +121,9 @@ class ModelConfig(Model):
             specs["request_ids"] = Spec((tokens,), "int32")
         if self.sink:
             specs["sink"] = Spec((self.heads,), "float32")
-        scale = {"softmax_scale": self.softmax_scale}
-        attrs = {"k": self.k, "index_scale": self.index_scale, "mla_cache_format": self.cache_format, **self.room}
+        scale = {"softmax_scale": self.softmax_scale, **self.invariance}
+        formats = {"mla_cache_format": self.cache_format, "indexer_cache_format": self.index_format}
+        attrs = {"k": self.k, "index_scale": self.index_scale, **formats, **self.room}
         yield Call("dsa_attention", specs, scale | attrs)
         yield self.step(tokens, specs, scale | attrs)
         if self.shared_selection:
@@ -132,7 +139,8 @@ class ModelConfig(Model):
         ids = {"request_ids": Spec((tokens,), "int32")} if mixed else {}
         lengths, slots = Spec((tokens,), "int32"), Spec((tokens, self.k), "int32")
         index = {"q": queries["index_q"], "weights": queries["index_weights"]}
-        yield Call("quantize_indexer_query", index, {"scale": self.index_scale, "format": self.index_format})
+        quantized = {"scale": self.index_scale, "format": self.indexer.query_format}
+        yield Call("quantize_indexer_query", index, quantized)
         yield from self.stored(tokens, requests, cdiv(self.table(1, max_len).shape[1], ranks), mixed)
         strides = (2 * tokens * self.k, self.k, 1)
         candidates = {
@@ -143,7 +151,8 @@ class ModelConfig(Model):
         mapped = {"indices": slots, "block_table": self.table(requests, max_len), **ids}
         yield Call("map_slots", mapped, {"page_size": self.page_size, "compact": True})
         attended = {"q": queries["q"], "cache": caches["mla_cache"], "slots": slots, "lengths": lengths}
-        yield Call("sparse_mla", attended, {"softmax_scale": self.softmax_scale, "cache_format": self.cache_format})
+        attrs = {"softmax_scale": self.softmax_scale, "cache_format": self.cache_format, **self.invariance}
+        yield Call("sparse_mla", attended, attrs)
         yield self.merged(tokens, self.heads)
         if self.heads % ranks == 0:  # with scatter_heads
             yield replace(self.merged(tokens, self.heads // ranks), alternative=True)
@@ -161,7 +170,7 @@ class ModelConfig(Model):
                 "cache": self.caches()["indexer_cache"], "block_table": Spec((requests, width), "int32"),
                 "lengths": a_token, **({"request_ids": a_token} if mixed or len(rows) > 1 else {}),
             }  # fmt: skip
-            yield Call("indexer_logits_paged", index, {})
+            yield Call("indexer_logits_paged", index, {"cache_format": self.index_format})
             logits = Spec((count, columns), "float32")
             yield Call("select_topk", {"logits": logits, "ends": a_token}, {"k": self.k})
 
@@ -191,7 +200,7 @@ class ModelConfig(Model):
                    {"cache_format": self.index_format})  # fmt: skip
         yield Call(
             "quantize_indexer_query", {"q": queries["index_q"], "weights": queries["index_weights"]},
-            {"scale": self.index_scale, "format": self.index_format},
+            {"scale": self.index_scale, "format": self.indexer.query_format},
         )  # fmt: skip
         logits = {
             "q8": Spec(queries["index_q"].shape, self.indexer.query_dtype),
@@ -207,10 +216,16 @@ class ModelConfig(Model):
         yield Call("map_slots", mapped, {"page_size": self.page_size})
         yield self.attended(tokens)
 
+    def gathering(self, tokens: int, keys: int) -> Iterator[Call]:
+        """A prefill step of `tokens`, over so many keys."""
+        return self.prefill(tokens, keys)
+
     def attention(self, tokens: int, *, prefill: bool = False) -> Iterator[Call]:
-        """The calls of attention alone; that of a decode is a part of `dsa_attention`, which gives its lengths."""
+        """The calls of attention alone; those of a decode are parts of calls that give its lengths, or do not."""
         if self.ranks == 1:
             yield self.attended(tokens, lengths=Spec((tokens,), "int32"))
+        if self.ranks == 1 and self.shared_selection:
+            yield self.attended(tokens)
         yield from Model.attention(self, tokens, prefill=prefill)
 
     def attended(self, tokens: int, **more: Spec) -> Call:
@@ -219,4 +234,5 @@ class ModelConfig(Model):
         specs["slots"] = Spec((tokens, self.k), "int32")
         if self.sink:
             specs["sink"] = Spec((self.heads,), "float32")
-        return Call("sparse_mla", specs, {"softmax_scale": self.softmax_scale, "cache_format": self.cache_format})
+        attrs = {"softmax_scale": self.softmax_scale, "cache_format": self.cache_format, **self.invariance}
+        return Call("sparse_mla", specs, attrs)

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import VALUE_DIMS
@@ -42,6 +42,10 @@ class V4Base(Model):
     def indexer(self) -> IndexerLayout:
         return IndexerLayout(self.index_dim, self.index_format)
 
+    @property
+    def selected(self) -> tuple[int, ...]:
+        return (self.k,)
+
     def pool(self, name: str, page_size: int) -> Spec:
         layout = layout_of(name, type(self), rope_in_value=True)
         dtype = "uint8" if layout.packed else self.dtype
@@ -79,7 +83,7 @@ class V4Base(Model):
 
     def compress(
         self, tokens: int, requests: int, max_len: int, ratio: int, series: int, dim: int, dtype: str, cache: Spec,
-        cache_format: str | None, table: Spec, ids: dict[str, Spec],
+        cache_format: str, table: Spec, ids: dict[str, Spec],
     ) -> Call:  # fmt: skip
         """The call of a compressor, of latent entries or of the indexer's keys, from projections of `dtype`."""
         width = series * dim
@@ -90,7 +94,7 @@ class V4Base(Model):
             "positions": Spec((tokens,), "int32"), "state": Spec((PAGES, self.state_page, 2 * width), "float32"),
             "state_table": self.table(requests, max_len, self.state_page), "cache": cache, "block_table": table, **ids,
         }  # fmt: skip
-        return Call("compress_kv", specs, {"cache_format": cache_format, **self.floor} if cache_format else {})
+        return Call("compress_kv", specs, {"cache_format": cache_format, **self.floor})
 
     def attend(
         self, tokens: int, requests: int, max_len: int, ids: dict[str, Spec]
@@ -105,7 +109,7 @@ class V4Base(Model):
             "slots": Spec((tokens, self.window), "int32"), "lengths": a_token, "sink": Spec((self.heads,), "float32"),
             "cos_sin": Spec((max_len, layout.rope), "float32"), "positions": a_token,
         }  # fmt: skip
-        attrs = {"softmax_scale": self.softmax_scale, "cache_format": self.cache_format}
+        attrs = {"softmax_scale": self.softmax_scale, "cache_format": self.cache_format, **self.invariance}
         return iter((self.write(tokens, self.cache_format, cache), find)), Call("sparse_mla", attended, attrs)
 
     def attend_to_both(self, alone: Call, cache: Spec, width: int) -> Call:
@@ -120,7 +124,7 @@ class V4Base(Model):
         """The call that quantises the indexer's queries, and what it gives."""
         query = Spec((tokens, self.index_heads, self.index_dim), self.dtype)
         weights = Spec((tokens, self.index_heads), "float32")
-        attrs = {"scale": self.index_scale, "format": self.index_format}
+        attrs = {"scale": self.index_scale, "format": self.indexer.query_format}
         call = Call("quantize_indexer_query", {"q": query, "weights": weights}, attrs)
         return call, {"q8": Spec(query.shape, self.indexer.query_dtype), "weights": weights}
 
@@ -135,7 +139,7 @@ class ModelConfigV4(V4Base):
     Attributes:
         heads: Query heads of this rank, H.
         index_heads: Indexer heads, I, of D = `index_dim` dims.
-        index_format: Format of the indexer's cache, "fp8" or "mxfp4".
+        index_format: Format of the indexer's cache, "fp8", "mxfp4" or "fp8_ue8m0".
         k: Entries that the indexer selects for a token.
         window: Tokens of the sliding window.
         cache_format, extra_format: Formats of the window's cache and of the compressed entries: "v4", "v41" with
@@ -152,6 +156,7 @@ class ModelConfigV4(V4Base):
         prefill_tokens: Tokens of a prefill step, to the largest that occurs.
         scale_floor: Of what a step writes, as in `write_mla_cache`; by default each op's own.
         workspace_bytes: Of what a step selects, as in `indexer_topk`; by default the ops' own, 2**29.
+        batch_invariant: Of attention, as in `sparse_mla`.
     """
 
     def caches(self) -> dict[str, Spec]:
@@ -177,23 +182,32 @@ class ModelConfigV4(V4Base):
             yield self.compress(tokens, requests, max_len, ratio, SERIES[ratio], *of_entries, entries, ids)
             if ratio == 4:
                 yield from self.pick(tokens, requests, max_len, entries, ids)
-                width = self.k
+                yield self.attend_to_both(alone, cache, self.k)
             else:
-                width = entries.shape[1] * page_size
-                every = {"window": width, "page_size": page_size, "ratio": ratio}
-                yield Call("window_slots", {"block_table": entries, "lengths": a_token, **ids}, every)
-            yield self.attend_to_both(alone, cache, width)
+                yield from self.attend_to_all(alone, cache, entries, ids, max_len)
+
+    def attend_to_all(
+        self, alone: Call, cache: Spec, entries: Spec, ids: dict[str, Spec], max_len: int
+    ) -> Iterator[Call]:  # fmt: skip
+        """The calls of a layer that attends to every entry: its table's, or a context's, which may be any number."""
+        page_size, ratio = cache.shape[1], RATIOS[1]
+        odd = max_len // ratio // 2 * 2 + 1
+        for width, alternative in ((entries.shape[1] * page_size, False), (odd, True)):
+            table = {"block_table": entries, "lengths": alone.specs["lengths"], **ids}
+            every = {"window": width, "page_size": page_size, "ratio": ratio}
+            yield Call("window_slots", table, every, alternative)
+            yield replace(self.attend_to_both(alone, cache, width), alternative=alternative)
 
     def pick(
         self, tokens: int, requests: int, max_len: int, entries: Spec, ids: dict[str, Spec]
     ) -> Iterator[Call]:  # fmt: skip
         """The calls of the indexer: its keys, its queries, the selection, and the selection's slots."""
         cache = self.caches()["indexer"]
-        keys = self.index_dim, self.dtype, cache, None
+        keys = self.index_dim, self.dtype, cache, self.index_format
         yield self.compress(tokens, requests, max_len, 4, SERIES[4], *keys, entries, ids)
         quantize, query = self.query(tokens)
         yield quantize
         picked = {**query, "cache": cache, "block_table": entries, "lengths": Spec((tokens,), "int32"), **ids}
-        yield Call("indexer_topk_paged", picked, {"k": self.k, **self.room})
+        yield Call("indexer_topk_paged", picked, {"k": self.k, "cache_format": self.index_format, **self.room})
         mapped = {"indices": Spec((tokens, self.k), "int32"), "block_table": entries, **ids}
         yield Call("map_slots", mapped, {"page_size": self.entry_pages[0]})

@@ -22,7 +22,7 @@ class ModelConfigV41(V4Base):
     Attributes:
         heads: Query heads of this rank, H.
         index_heads: Indexer heads, I, of D = `index_dim` dims.
-        index_format: Format of the indexer's cache: "mxfp4", or "fp8" (as vLLM serves the model on Hopper).
+        index_format: Format of the indexer's cache: "mxfp4", "fp8" (as vLLM serves the model on Hopper) or "fp8_ue8m0".
         k: Entries that an index layer selects for a token.
         blocks, granularity: Blocks that the source layer selects for a token, and entries of a block; the newest block
             is always selected.
@@ -42,6 +42,7 @@ class ModelConfigV41(V4Base):
         prefill_tokens: Tokens of a prefill step, to the largest that occurs.
         scale_floor: Of what a step writes, as in `write_mla_cache`; by default each op's own.
         workspace_bytes: Of what a step selects, as in `indexer_topk`; by default the ops' own, 2**29.
+        batch_invariant: Of attention, as in `sparse_mla`.
     """
 
     heads: int = 64
@@ -54,6 +55,10 @@ class ModelConfigV41(V4Base):
     extra_format: str = "v41_fp4"
     ratios: tuple[int, int] = (1, 2)
     entry_pages: tuple[int, int] = (64, 64)
+
+    @property
+    def selected(self) -> tuple[int, ...]:
+        return self.k, self.blocks * self.granularity
 
     def caches(self) -> dict[str, Spec]:
         """The pools, of PAGES each."""
@@ -80,12 +85,13 @@ class ModelConfigV41(V4Base):
             yield self.compress(tokens, requests, max_len, ratio, 1, *latents, entries, ids)
             yield self.write(tokens, self.extra_format, cache)
             keys = Spec((tokens, self.index_dim), self.dtype)
-            yield Call("write_indexer_cache", {"keys": keys, "slots": a_token, "cache": index}, {})
+            form = {"cache_format": self.index_format}
+            yield Call("write_indexer_cache", {"keys": keys, "slots": a_token, "cache": index}, form)
             quantize, query = self.query(tokens)
             yield quantize
             scored = {**query, "cache": index, "block_table": entries, "lengths": a_token, **ids}
-            yield Call("indexer_topk_paged", scored, {"k": self.k, **self.room})
-            of_blocks = {"granularity": self.granularity, **self.room}
+            yield Call("indexer_topk_paged", scored, {"k": self.k, **form, **self.room})
+            of_blocks = {"granularity": self.granularity, **form, **self.room}
             yield Call("indexer_blocks_paged", scored, {"k": self.blocks, **of_blocks})
             within = {**scored, "blocks": Spec((tokens, self.blocks), "int32")}
             yield Call("indexer_block_topk_paged", within, {"k": self.k, **of_blocks})

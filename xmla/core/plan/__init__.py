@@ -1,6 +1,6 @@
 """Plans: launches by name, how they are joined, fused and divided, implementations and which one a call takes."""
 
-from xmla.core.plan.chunking import Rows, divided, in_parts, join_parts
+from xmla.core.plan.chunking import Rows, divided, fewest_of_a_part, in_parts, join_parts
 from xmla.core.plan.clearing import clear
 from xmla.core.plan.fusion import Fusion, fuse
 from xmla.core.plan.implementation import ON_HOPPER, Condition, Implementation, choose
@@ -37,6 +37,7 @@ __all__ = [
     "constants_by_name",
     "divided",
     "estimate",
+    "fewest_of_a_part",
     "fuse",
     "in_parts",
     "join",

@@ -15,6 +15,11 @@ from xmla.core.values import Spec, cdiv
 MAX_PARTS = 1024  # each has two to six launches
 
 
+def fewest_of_a_part(tokens: int, multiple: int) -> int:
+    """The fewest tokens of parts that are a multiple of so many, and not too many."""
+    return cdiv(cdiv(tokens, MAX_PARTS), multiple) * multiple
+
+
 class Rows(NamedTuple):
     """Some rows after one another. Unlike a `range`, these may be sizes of a trace (core/values/sizes.py)."""
 
@@ -41,12 +46,15 @@ def in_parts(
         whole: The buffers that are of all tokens.
     """
     tokens, limit = problem["T"], problem.attrs.workspace_bytes
+    fewest = fewest_of_a_part(tokens, multiple)
     size = min(tokens, limit // row_bytes) // multiple * multiple
-    while size and least(size) and cdiv(tokens, size) <= MAX_PARTS:
+    while size and size >= fewest and least(size):
         plan = join_parts(problem, part, size, whole)
         if plan.workspace_bytes <= limit:
             return plan
-        size = min(size - 1, size * limit // plan.workspace_bytes) // multiple * multiple
+        fitting = min(size - 1, size * limit // plan.workspace_bytes) // multiple * multiple
+        # Fewer rows may need less than in proportion: other kernels select in them.
+        size = max(fitting, fewest) if size > fewest else 0
     return None
 
 

@@ -46,11 +46,11 @@ class Spec:
     def stride(self, axis: int) -> int:
         """Distance in elements between neighbours along `axis`.
 
-        Along an axis with one element no kernel depends on the stride, and frameworks leave any value there. It is then
-        the stride of a dense array, so that one kernel serves all.
+        Along an axis with one element, or over rows without any, no kernel depends on the stride, and frameworks leave
+        any value there. It is then the stride of a dense array, so that one kernel serves all.
         """
         axis %= len(self.shape)
-        if self.strides is None:
+        if self.strides is None or 0 in self.shape[axis + 1 :]:
             return row_major(self.shape)[axis]
         if self.shape[axis] == 1:
             return self.stride(axis + 1) * self.shape[axis + 1] if axis + 1 < len(self.shape) else 1
