@@ -150,11 +150,11 @@ def _entries(module: Any, name: str, hidden_states: torch.Tensor, cache: Any, la
             "DynamicCache(config=model.config)"
         )
     kv, gate, first = layer.store_compression_weights(name, kv, gate)
-    made = 0
+    groups = 0
     if kv.shape[1] and kv.shape[2] > module.head_dim:
-        kv, gate, made = _behind(module, name, layer, kv, gate)
-    entries = _compressed(module, kv, gate, first - made * module.compress_rate)
-    return layer.update_compressor_states(name, entries[:, made:])
+        kv, gate, groups = _behind(module, name, layer, kv, gate)
+    entries = _compressed(module, kv, gate, first - groups * module.compress_rate)
+    return layer.update_compressor_states(name, entries[:, groups:])
 
 
 def _behind(

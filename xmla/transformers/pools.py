@@ -66,18 +66,17 @@ def index(
 
     inside = torch.arange(pool, device=device)
     members = first[..., None, None] + pools[..., None] * pool + inside
-    found = [torch.where(pools[..., None] < 0, -1, members).flatten(2)]
+    indices = torch.where(pools[..., None] < 0, -1, members).flatten(2)
     if indexer.index_kpool_always_select_tail:
         visible = counts[:, place + 1]
         rest = visible % pool
         tail = (first + visible - rest)[..., None] + inside[:-1]
-        known = tail.clamp(max=length - 1)
-        real = (inside[:-1] < rest[..., None]) & (tail <= place[:, None])
-        real &= there.gather(1, known.flatten(1)).view(known.shape)
+        seen_there = there.gather(1, tail.clamp(max=length - 1).flatten(1)).view(tail.shape)
         # Where padding stands between tokens, the tail may begin in a pool that is selected.
-        real &= ~(((tail - first[..., None]) // pool)[..., None] == pools[..., None, :]).any(-1)
-        found.append(torch.where(real, tail, -1))
-    return torch.cat(found, -1).masked_fill(~attention_mask[..., None], -1).to(torch.int32)
+        twice = (((tail - first[..., None]) // pool)[..., None] == pools[..., None, :]).any(-1)
+        real = (inside[:-1] < rest[..., None]) & (tail <= place[:, None]) & seen_there & ~twice
+        indices = torch.cat([indices, torch.where(real, tail, -1)], -1)
+    return indices.masked_fill(~attention_mask[..., None], -1).to(torch.int32)
 
 
 def _pooled(
