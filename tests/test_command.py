@@ -116,7 +116,7 @@ assert callable(xmla.warmup) and xmla.layouts.inspect and {getattr(xmla, name) f
 try:
     xmla.nothing
 except AttributeError as error:
-    assert str(error) == "module 'xmla' has no attribute 'nothing'"
+    assert str(error) == "module 'xmla' has no attribute 'nothing'; ops are in xmla.torch_api and xmla.jax_api"
 else:
     raise SystemExit("nothing was found")
 assert names == {*xmla._MODULES, "layouts"}
@@ -227,11 +227,17 @@ def test_what_is_not_installed_is_one_line(
      ("jax", "jax jaxlib jax_triton", "jax and jax-triton")],
 )  # fmt: skip
 def test_a_front_end_without_its_framework(framework: str, without: str, packages: str, tmp_path: Path) -> None:
-    of_torch = ["xmla.compat"] if framework == "torch" else []
-    for module in (f"xmla.{framework}_api", f"xmla.{framework}_api.parallel", *of_torch):
+    others = {"torch": ["compat", "megatron", "transformers"], "jax": ["maxtext"]}[framework]
+    for module in (f"xmla.{framework}_api", f"xmla.{framework}_api.parallel", *(f"xmla.{name}" for name in others)):
         done = run(tmp_path, "-c", f"import {module}", without=without)
         message = f"ImportError: xmla.{framework}_api needs {packages}: pip install 'xmla-kernels[{framework}]'"
         assert lines(done.stderr)[-1] == message, done.stderr
+
+
+def test_transformers_backend_without_transformers(tmp_path: Path) -> None:
+    done = run(tmp_path, "-c", "import xmla.transformers", without="transformers")
+    message = "ImportError: xmla.transformers needs transformers: pip install 'xmla-kernels[transformers]'"
+    assert lines(done.stderr)[-1] == message, done.stderr
 
 
 # The host times of a jitted step, on the interpreter and once: that the lines are made, not what they say.

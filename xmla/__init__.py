@@ -88,7 +88,7 @@ if not TYPE_CHECKING:  # with it a type checker would accept every name
         if name == "layouts":
             return import_module("xmla.layouts")
         if name not in _MODULES:
-            raise AttributeError(f"module 'xmla' has no attribute {name!r}")
+            raise AttributeError(f"module 'xmla' has no attribute {name!r}; ops are in xmla.torch_api and xmla.jax_api")
         value = globals()[name] = getattr(import_module(f"xmla.{_MODULES[name]}"), name)
         return value
 

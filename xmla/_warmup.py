@@ -12,12 +12,12 @@ from rich.progress import Progress
 from triton.runtime.interpreter import InterpretedFunction
 
 from xmla.core.compile import Specialization, compiled, compiling_allowed, serving_begins
-from xmla.core.errors import UnsupportedError
+from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.models.base import Call, Model, specializations
-from xmla.core.values import Device
+from xmla.core.values import Attr, Device, find_device
 
 log = logging.getLogger("xmla")
-ANOTHER = "pass the device to fill the cache on disk for: device=find_device('H200'), --device H200"
+ANOTHER = "pass the device to fill the cache on disk for: device='H200', --device H200"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,9 @@ def present_device() -> tuple[Device, int]:
     raise UnsupportedError(f"warmup: no GPU is present; {ANOTHER}")
 
 
-def warmup(config: Model, device: Device | None = None, *, workers: int | None = None, progress: bool = True) -> Warmup:
+def warmup(
+    config: Model, device: Device | str | None = None, *, workers: int | None = None, progress: bool = True
+) -> Warmup:
     """Compile every kernel that serving `config` launches, in parallel, for both PyTorch and JAX.
 
     The list is complete: afterwards no call within the configuration compiles, which XMLA_FORBID_JIT=1 enforces.
@@ -68,15 +70,28 @@ def warmup(config: Model, device: Device | None = None, *, workers: int | None =
     Args:
         config: The model and the sizes that occur: a `ModelConfig`, `ModelConfigV4`, `ModelConfigV41`,
             `ModelConfigGlmFlash` or `ModelConfigMistralLarge4`.
-        device: Fill the cache on disk for this device, which need not be present. Default: the current GPU; the kernels
-            are then also loaded onto it.
+        device: Fill the cache on disk for this device, or the known one of this name, such as "H200"; it need not be
+            present. Default: the current GPU; the kernels are then also loaded onto it.
         workers: Threads, by default one per CPU core.
         progress: Show a progress bar and then the kernels by name, with the seconds that compiling took. The logger
             `xmla` tells each one's whole specialisation, at INFO.
 
     Raises:
+        ArgumentError: An argument is of another kind, there are no workers, or no known device has this name.
         UnsupportedError: There is no GPU and no device is named; kernels are interpreted in this process.
     """
+    if not isinstance(config, Model):
+        raise ArgumentError(
+            f"warmup: config is {type(config).__name__}, expected a ModelConfig; xmla.model_config makes one of a "
+            "checkpoint or of a released model's name"
+        )
+    workers = Attr("workers", int, True, None).plain("warmup", workers)
+    if workers is not None and workers < 1:
+        raise ArgumentError(f"warmup: workers is {workers}, expected at least 1")
+    if isinstance(device, str):
+        device = find_device(device)
+    elif not isinstance(device, Device | None):
+        raise ArgumentError(f"warmup: device is {type(device).__name__}, expected a Device or the name of one")
     ordinal = None
     if device is None:
         device, ordinal = present_device()

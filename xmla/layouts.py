@@ -16,7 +16,7 @@ from xmla.core.formats.indexer import INDEXER_LAYOUTS, IndexerLayout
 from xmla.core.formats.mla import MLA_LAYOUTS, SCALE_FLOORS, MlaLayout, mla_layouts
 from xmla.core.formats.parts import entry_of
 from xmla.core.registry import registry
-from xmla.core.values import Spec
+from xmla.core.values import Attr, Spec
 
 if TYPE_CHECKING:
     import jax
@@ -115,7 +115,7 @@ def convert[Pool: (torch.Tensor, jax.Array, np.ndarray)](
     """
     spec = _spec_of(pool)
     layout = _named("cache_format", cache_format, LAYOUTS)
-    if scale_floor not in SCALE_FLOORS:
+    if Attr("scale_floor", str, False, None).plain("convert", scale_floor) not in SCALE_FLOORS:
         raise ArgumentError(f"convert: scale_floor is {scale_floor!r}, expected 'scale' or 'amax'")
     if source_format is None:
         inspection = inspect(pool)
@@ -184,6 +184,8 @@ def digest(cache_format: str, page_size: int, *, page_stride: int | None = None)
         ArgumentError: The name is unknown, or a page is smaller than its entries.
     """
     layout = _named("cache_format", cache_format, LAYOUTS, "digest")
+    page_size = Attr("page_size", int, False, None).plain("digest", page_size)
+    page_stride = Attr("page_stride", int, True, None).plain("digest", page_stride)
     if page_size < 1:
         raise ArgumentError(f"digest: page_size is {page_size}, expected at least 1")
     least, stride = page_size * layout.row, page_stride
@@ -204,12 +206,13 @@ def differences(first: str, second: str) -> dict[str, tuple[str, str]]:
     Raises:
         ArgumentError: One is no digest.
     """
-    ours, theirs = _fields(first), _fields(second)
+    ours, theirs = _fields("first", first), _fields("second", second)
     both = ((field, ours.get(field, "none"), theirs.get(field, "none")) for field in ours | theirs)
     return {field: (a, b) for field, a, b in both if a != b}
 
 
-def _fields(text: str) -> dict[str, str]:
+def _fields(argument: str, text: str) -> dict[str, str]:
+    text = Attr(argument, str, False, None).plain("differences", text)
     fields = dict(part.split("=", 1) for part in text.split(";") if "=" in part)
     if "format" not in fields or "parts" not in fields:
         raise ArgumentError(f"differences: got {text!r}, expected what `digest` returns")
@@ -217,6 +220,7 @@ def _fields(text: str) -> dict[str, str]:
 
 
 def _named(argument: str, name: str, layouts: tuple[Layout, ...], function: str = "convert") -> Layout:
+    name = Attr(argument, str, False, None).plain(function, name)
     layout = next((each for each in layouts if each.name == name), None)
     if layout is None:
         known = ", ".join(known.name for known in layouts)

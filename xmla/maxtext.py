@@ -22,6 +22,11 @@ from functools import wraps
 from importlib import import_module
 from typing import Any
 
+from xmla._frameworks import missing, needed
+
+if missing("jax"):
+    raise ImportError(needed("jax"))
+
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -26,6 +26,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from xmla._frameworks import missing, needed
+
+if missing("torch"):
+    raise ImportError(needed("torch"))
+
 import torch
 import torch.distributed as dist
 

@@ -13,13 +13,16 @@ are called.
 `Selections` of a rollout stand in the place of the indexers' own.
 
 Raises, on import:
+    ImportError: torch or transformers is not installed.
     UnsupportedError: transformers is older than the models that are served.
 """
 
-from xmla._frameworks import install
+from xmla._frameworks import install, missing, needed
 from xmla.core.errors import UnsupportedError
 from xmla.core.versions import TRANSFORMERS, older
 
+if missing("torch"):
+    raise ImportError(needed("torch"))
 # Before the imports below, which need what an older release lacks.
 if release := older("transformers", TRANSFORMERS):
     raise UnsupportedError(
@@ -27,7 +30,10 @@ if release := older("transformers", TRANSFORMERS):
         f"{install('transformers')}"
     )
 
-from transformers import AttentionInterface, AttentionMaskInterface
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface
+except ModuleNotFoundError as error:
+    raise ImportError(f"xmla.transformers needs {error.name}: {install('transformers')}") from error
 
 from xmla.transformers.cache import LatentCache
 from xmla.transformers.learning import IndexerLoss
