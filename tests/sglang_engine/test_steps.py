@@ -402,8 +402,10 @@ def make(sglang: SGLang, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
     from sglang.srt import runtime_context
 
     def made(architecture: str, settings: dict[str, Any] | None = None, **config: Any) -> None:
-        options = SimpleNamespace(**{"enable_hisparse": False, "attn_cp_size": 1, "dcp_size": 1} | (settings or {}))
-        for name in ("get_memory", "get_parallel"):
+        usual = {"enable_hisparse": False, "attn_cp_size": 1, "dcp_size": 1, "enable_return_indexer_topk": False}
+        options = SimpleNamespace(**usual | (settings or {}))
+        options.features = options
+        for name in ("get_exec", "get_memory", "get_parallel"):
             monkeypatch.setattr(runtime_context, name, lambda: options)
         found = SimpleNamespace(architectures=[architecture], index_topk=2048, **config)
         sglang.backend.DeepseekSparseAttnBackend(SimpleNamespace(model_config=SimpleNamespace(hf_config=found)))
@@ -447,6 +449,22 @@ def test_what_is_not_served_of_its_layers_is_refused(
         make("DeepseekV32ForCausalLM", settings, **config)
     ending = "without xmla in SGLANG_PLUGINS SGLang serves with its own kernels"
     assert str(raised.value) == f"xmla.sglang: not served: {reason}; {ending}"
+
+
+def test_recorded_selections_are_positions_of_all_tokens(
+    sglang: SGLang, make: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fused, SGLang would record slots; of prefills of its dense attention, nothing."""
+    envs, settings = sglang.backend.envs, {"enable_return_indexer_topk": True}
+    fused, threshold = envs.SGLANG_DSA_FUSE_TOPK, envs.SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD
+    told = r"not served: --enable-return-indexer-topk without SGLANG_DSA_{}=0; "
+    with threshold.override(0), pytest.raises(UnsupportedError, match=told.format("FUSE_TOPK")):
+        make("DeepseekV32ForCausalLM", settings)
+    with fused.override(False):
+        with pytest.raises(UnsupportedError, match=told.format("PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD")):
+            make("DeepseekV32ForCausalLM", settings)
+        with threshold.override(0), pytest.raises(AttributeError, match="device"):  # where SGLang goes on
+            make("DeepseekV32ForCausalLM", settings)
 
 
 def test_nothing_changes_if_one_change_cannot_be_made(sglang: SGLang, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,15 +27,22 @@ def refuse(reasons: Mapping[str, bool]) -> None:
 def unserved(config: Any) -> dict[str, bool]:
     """What a model of the backend "dsa", by SGLang's `ModelConfig`, and the user's options ask for."""
     from sglang.srt.configs.model_config import get_dsa_index_kpool
-    from sglang.srt.runtime_context import get_memory, get_parallel
+    from sglang.srt.environ import envs
+    from sglang.srt.runtime_context import get_exec, get_memory, get_parallel
 
     parallel, (architecture, *_) = get_parallel(), config.hf_config.architectures
+    recorded = "--enable-return-indexer-topk without"
+    records, threshold = get_exec().features.enable_return_indexer_topk, "DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD"
     return {
         f"the architecture {architecture}": architecture.removesuffix(DRAFTS) not in SERVED,
         # SGLang selects pools by kernels of its own, and attends to them by others than the backends that it names.
         "pooled keys of the indexer (index_kpool)": get_dsa_index_kpool(config.hf_config) > 1,
         "HiSparse": get_memory().enable_hisparse,
         "context parallelism": parallel.attn_cp_size > 1 or parallel.dcp_size > 1,
+        # SGLang records what its attention reads: slots of the pool, which later requests have too.
+        f"{recorded} SGLANG_DSA_FUSE_TOPK=0": records and envs.SGLANG_DSA_FUSE_TOPK.get(),
+        # Of prefills that its dense attention takes it records nothing.
+        f"{recorded} SGLANG_{threshold}=0": records and getattr(envs, f"SGLANG_{threshold}").get() > 0,
     }
 
 
