@@ -140,3 +140,56 @@ def test_a_selection_given_back_trains(device: str) -> None:
     used = torch.zeros(rows.shape[:2], dtype=torch.bool, device=device).flatten()
     used[slots[slots >= 0].long()] = True
     assert bool(rows.grad.flatten(0, 1)[used].any(-1).all()) and not rows.grad.flatten(0, 1)[~used].any()
+
+
+@pytest.mark.parametrize("entries", ["plain", "v32_fp8"])
+def test_attention_at_a_rollouts_keys_has_its_bits(entries: str, device: str) -> None:
+    """An engine's steps beside other requests, over pages, and a trainer's one call over rows, in both frameworks.
+
+    More keys than a split has. Over quantised entries the trainer attends to the same bytes, and differentiates by the
+    rows that they were written from.
+    """
+    tokens, keys, k, page = 6, 600, 1100, 64
+    generator = torch.Generator().manual_seed(5)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).bfloat16().to(device)
+
+    q, rows, beside = draw(tokens, HEADS, 576) / 4, draw(keys, 576), draw(2, HEADS, 576)
+    pages = torch.randperm(2 * (keys // page + 1), generator=generator).int().to(device)
+    tables = pages.view(2, -1)  # of another request, and of this one
+    row = 656 if entries == "v32_fp8" else 576
+    pool = torch.zeros(len(pages), page, row, dtype=torch.uint8 if row == 656 else torch.bfloat16, device=device)
+    place = torch.arange(keys, dtype=torch.int32, device=device)
+    for table in tables:
+        slots = torch_api.map_slots(place[None], table[None], page_size=page)[0][0]
+        torch_api.write_mla_cache(rows[:, :512], rows[:, 512:], slots, pool)
+    recorded = torch.full((tokens, k), -1, dtype=torch.int32)
+    for token in range(tokens):  # a token sees all keys up to its own, and leaves some out
+        seen = keys - tokens + token + 1
+        chosen = torch.randperm(seen, generator=generator)[: seen - 7].sort().values
+        recorded[token, : len(chosen)] = chosen
+    recorded = recorded.to(device)
+    options = {"softmax_scale": SCALE, "batch_invariant": True}
+
+    def step(first: int, last: int) -> tuple[torch.Tensor, ...]:
+        """Tokens of this request behind those of another, as the engines' plugins call the ops."""
+        selected = torch.cat([recorded[:2].flip(0), recorded[first:last]])
+        requests = torch.tensor([0, 0, *[1] * (last - first)], dtype=torch.int32, device=device)
+        slots, lengths = torch_api.map_slots(selected, tables, requests, page_size=page)
+        found = torch_api.sparse_mla(torch.cat([beside, q[first:last]]), pool, slots, lengths, **options)
+        return tuple(each[2:] for each in found)
+
+    out, lse = (torch.cat(parts) for parts in zip(step(0, 3), step(3, 4), step(4, 5), step(5, 6), strict=True))
+    own, given = rows[:, None].clone().requires_grad_(), {}
+    if row == 656:
+        own, given = pool.new_zeros(keys, 1, row), {"rows": rows[:, None].clone().requires_grad_()}
+        torch_api.write_mla_cache(rows[:, :512], rows[:, 512:], place, own)
+    trained = torch_api.sparse_mla(q.clone().requires_grad_(), own, recorded, **given, **options)
+    call = [jnp.asarray(kit.as_numpy(each.detach())) for each in (q, own, recorded)]
+    in_jax = jax_api.sparse_mla(*call, **options)
+    for name, want, torchs, jaxs in zip(("out", "lse"), (out, lse), trained, in_jax, strict=True):
+        kit.assert_bits_equal(name, torchs.detach(), want)
+        kit.assert_bits_equal(name, jaxs, want)
+    trained[0].float().square().sum().backward()
+    assert bool(given.get("rows", own).grad.any())
