@@ -232,7 +232,7 @@ def replay(layers: Mapping[int, Any], *, batch_invariant: bool = False) -> Gener
         )
 
 
-def check_selections(layers: Mapping[int, Any], segments: Any = None) -> None:
+def check_selections(layers: Mapping[int, Any], segments: Array | np.ndarray | None = None) -> None:
     """Check what `replay` takes, in the host's memory.
 
     Args:
