@@ -188,6 +188,8 @@ MUTANTS = (
            "in_a_row"),
     Mutant("for length in (*powers_of_2(longest), *chosen_of)", "for length in powers_of_2(longest)",
            "xmla/core/models/base.py", "../core/test_users_steps.py", "a_few_more"),
+    Mutant("for pages in map(min, zip(*least, strict=True))", "for pages in (min(least)[0],)",
+           "xmla/core/models/base.py", "../core/test_users_steps.py", "a_whole_vector"),
     Mutant("product(self.next_n, full_waves(device, requests))", "()", "xmla/core/models/base.py",
            "../core/test_users_steps.py", "drafts"),
     Mutant("            if keys > longest:\n", "            if False:\n", "xmla/core/models/base.py",

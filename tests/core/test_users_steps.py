@@ -81,6 +81,16 @@ def test_tables_of_a_few_more_entries_than_are_selected() -> None:
         assert_listed(config, RTX_PRO_6000, "dsa_attention", arrays, k=4096, softmax_scale=config.softmax_scale)
 
 
+def test_tables_a_whole_vector_wider_than_a_power_of_two() -> None:
+    """Pages of two entries: a page more is no whole vector, and clusters select in no wider rows."""
+    sizes = SIZES | {"max_lens": (1 << 18,), "batches": (2,), "prefill_tokens": ()}
+    config = ModelConfig(heads=16, index_heads=32, index_format="mxfp4", k=1000, page_size=2, **sizes)
+    for pages in ((1 << 16) + 1, (1 << 16) + 2, 97424):
+        pools = octets(8, 2, 656), octets(8, 2, 68)
+        arrays = empty(2, 16, 576), empty(2, 32, 128), floats(2, 32), *pools, integers(2, pages), integers(2)
+        assert_listed(config, H200, "dsa_attention", arrays, k=1000, softmax_scale=config.softmax_scale)
+
+
 def test_selections_of_an_earlier_layer_over_a_small_pool() -> None:
     """Its entries are dequantised first, in calls that do not tell how many keys a token has."""
     config = ModelConfig(heads=8, k=100, shared_selection=True, **SIZES | {"batches": (128,), "prefill_tokens": ()})

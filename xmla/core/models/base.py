@@ -346,14 +346,15 @@ class Model(ABC):
 
         Rows of as many columns as a table has entries may be whole vectors or not: where a page alone is none, tables
         of a few pages more, or fewer, are those of the other kind. Of long ones there is also what exceeds each power
-        of two: more of their tokens fit the workspace at once than of the next power. The first table with
-        more entries than are selected may be narrower than the next power of two.
+        of two, by the least of either kind: more of their tokens fit the workspace at once than of the next power, and
+        other kernels serve them. The first table of more entries than are selected may be narrower than such a power.
         """
         more = {0, *(page * n for entries, page in self.pages() for n in range(4 // gcd(entries, 4)))}
         chosen_of = [page * (k // entries + 1) for entries, page in self.pages() for k in self.selected]
         longer = {min(length + pages, longest) for length in (*powers_of_2(longest), *chosen_of) for pages in more}
-        page = min(page for _, page in self.pages())
-        longer |= {min(length + page, longest) for length in powers_of_2(longest) if length >= LONG}
+        least = [(page, page * (4 // gcd(entries, 4))) for entries, page in self.pages()]
+        long = [length for length in powers_of_2(longest) if length >= LONG]
+        longer |= {min(length + pages, longest) for length in long for pages in map(min, zip(*least, strict=True))}
         return sorted(longer | {max(longest - pages, 1) for pages in more})
 
     @property
