@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, MiniMaxM3VLTextConfig
 
 from xmla.core.errors import ArgumentError, UnsupportedError
-from xmla.transformers import SERVED, LatentCache, models
+from xmla.transformers import SERVED, LatentCache, Selections, models
 from xmla.transformers.selection import quantized
 
 # transformers warns of its own deprecations.
@@ -269,6 +269,19 @@ def test_what_is_not_served_is_refused(device: str) -> None:
         LatentCache(model.config, "fp4")
     with pytest.raises(ArgumentError, match="indexer_keys is 'fp4', expected None or 'fp8'"):
         LatentCache(model.config, indexer_keys="fp4")
+    for owner, make in (("LatentCache", LatentCache), ("Selections", lambda config: Selections(config, {}))):
+        for other in (model, None, {}):
+            with pytest.raises(ArgumentError, match=rf"{owner}: config is \w+, expected a model's: model\.config"):
+                make(other)
+    with pytest.raises(
+        UnsupportedError, match="LatentCache: layers of llama cache no latents, supported: DynamicCache"
+    ):
+        LatentCache(transformers.LlamaConfig())
+    for name, value, supported in (("kv_lora_rank", 256, "512"), ("index_head_dim", 96, "32 or 64 or 128")):
+        other = copy.deepcopy(model.config)
+        setattr(other, name, value)
+        with pytest.raises(UnsupportedError, match=f"xmla.transformers: {name} is {value}, supported: {supported}"):
+            models.mask(1, 4, 4, config=other)
     model.config.kv_lora_rank = 256
     with pytest.raises(UnsupportedError, match="latents of 256 and 64 dims, entries of fp8 have 512 and 64"):
         LatentCache(model.config, "fp8")

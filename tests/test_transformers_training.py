@@ -165,6 +165,14 @@ def test_what_has_no_loss_is_refused(device: str) -> None:
         model(tokens, use_cache=False, indexer_loss=losses)
     with pytest.raises(ArgumentError, match=r"loss has shape \(1, 8, 64\), expected one number"):
         losses.added_to(out.logits)
+    with pytest.raises(
+        ArgumentError, match=r"loss is NoneType, expected torch\.Tensor, which model\(…, labels=…\) gives"
+    ):
+        losses.added_to(attending(model)(tokens, use_cache=False).loss)
+    with pytest.raises(ArgumentError, match=r"IndexerLoss\.added_to: coeff type is str, expected float"):
+        losses.added_to(out.loss, "1")
+    with pytest.raises(ArgumentError, match="IndexerLoss: dense type is str, expected bool"):
+        IndexerLoss("dense")
     with pytest.raises(ArgumentError, match=r"the backward pass is of another loss than IndexerLoss\.added_to gives"):
         out.loss.backward(retain_graph=True)
     losses.added_to(out.loss)

@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from xmla import torch_api as xt
@@ -141,6 +141,17 @@ class _LatentLayer(DynamicIndexedLayer):
         super().reset()
 
 
+def of_text(owner: str, config: Any) -> Any:
+    """What a model's configuration says of its text.
+
+    Raises:
+        ArgumentError: It is no configuration.
+    """
+    if not isinstance(config, PreTrainedConfig):
+        raise ArgumentError(f"{owner}: config is {type(config).__name__}, expected a model's: model.config")
+    return config.get_text_config(decoder=True)
+
+
 class LatentCache(DynamicCache):
     """A cache for `attn_implementation="xmla"`: each layer's latents and rotated keys in one row, read where they lie.
 
@@ -154,18 +165,19 @@ class LatentCache(DynamicCache):
             them, 132 bytes instead of 256; queries are quantised, too.
 
     Raises:
-        ArgumentError: `entries` or `indexer_keys` is another word.
+        ArgumentError: `config` is no configuration; `entries` or `indexer_keys` is another word.
         UnsupportedError: The model caches no latents. Or its latents, rotated keys or indexer's keys have other sizes
             than the formats.
     """
 
     def __init__(self, config: Any, entries: str | None = None, indexer_keys: str | None = None) -> None:
+        text = of_text("LatentCache", config)
         super().__init__(config=config)
         for name, word in (("entries", entries), ("indexer_keys", indexer_keys)):
             if word not in (None, "fp8"):
                 raise ArgumentError(f"LatentCache: {name} is {word!r}, expected None or 'fp8'")
-        text = config.get_text_config(decoder=True)
-        if any(isinstance(layer, DynamicSlidingWindowLayer) for layer in self.layers):
+        windows = any(isinstance(layer, DynamicSlidingWindowLayer) for layer in self.layers)
+        if windows or not hasattr(text, "kv_lora_rank"):
             raise UnsupportedError(
                 f"LatentCache: layers of {text.model_type} cache no latents, supported: "
                 "DynamicCache(config=model.config)"

@@ -6,6 +6,7 @@ import torch
 
 from xmla import torch_api as xt
 from xmla.core.errors import ArgumentError, UnsupportedError
+from xmla.core.values import Attr
 from xmla.transformers.masks import Visible
 from xmla.transformers.selection import Projected
 
@@ -41,7 +42,7 @@ class IndexerLoss:
 
     # No dataclass: FSDP copies those that it finds among a module's arguments.
     def __init__(self, dense: bool = False) -> None:
-        self.dense = dense
+        self.dense = Attr("dense", bool, False, None).plain("IndexerLoss", dense)
         self.layers: dict[int, torch.Tensor] = {}
         self._selections: dict[int, _Selection] = {}
         self._added = False
@@ -51,8 +52,14 @@ class IndexerLoss:
         """A loss of the pass's results plus `coeff` times the sum of the layers'. Call it once.
 
         Raises:
-            ArgumentError: It is no scalar, no layer had a loss, or it is the second call.
+            ArgumentError: It is no scalar tensor, no layer had a loss, or it is the second call.
         """
+        if not isinstance(loss, torch.Tensor):
+            raise ArgumentError(
+                f"IndexerLoss.added_to: loss is {type(loss).__name__}, expected torch.Tensor, which model(…, labels=…) "
+                "gives"
+            )
+        coeff = Attr("coeff", float, False, None).plain("IndexerLoss.added_to", coeff)
         if loss.numel() != 1:
             raise ArgumentError(f"IndexerLoss.added_to: loss has shape {tuple(loss.shape)}, expected one number")
         if not self.layers:

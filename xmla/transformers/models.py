@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_map_only
 from transformers import DynamicCache
 
 from xmla.core.errors import ArgumentError, UnsupportedError
+from xmla.core.formats.indexer import INDEXER_DIMS
+from xmla.core.formats.mla import VALUE_DIMS
 from xmla.transformers import attention, entries, pools
 from xmla.transformers.attention import autocast, latents, of_16_bits
 from xmla.transformers.cache import LatentCache
@@ -24,6 +26,8 @@ from xmla.transformers.replay import Selections
 from xmla.transformers.selection import Keys, Projected, head_weights, select
 
 NAME = "xmla"
+# Of models whose keys are latents, the sizes that ops take.
+SIZES = {"kv_lora_rank": (VALUE_DIMS,), "index_head_dim": INDEXER_DIMS}
 AT_ONCE = 8192  # queries that attention projects: those of all heads are 150 KB a token and more
 A_TOKEN = ("hidden_states", "position_embeddings", "position_ids", "prev_topk_indices")  # of which a part has its own
 
@@ -123,13 +127,17 @@ def mask(*sizes: Any, config: Any, **options: Any) -> torch.Tensor:
     """What layers of a served model get in place of a mask.
 
     Raises:
-        UnsupportedError: It is not of `SERVED`.
+        UnsupportedError: It is not of `SERVED`, or has latents or indexer keys of other sizes than ops take.
     """
     if config.model_type not in SERVED:
         raise UnsupportedError(
             f"xmla.transformers: model_type is {config.model_type}, supported: {', '.join(SERVED)}; another "
             "attn_implementation serves it"
         )
+    for name, sizes_served in SIZES.items() if config.model_type in _CLASSES else ():
+        if getattr(config, name) not in sizes_served:
+            served = " or ".join(map(str, sizes_served))
+            raise UnsupportedError(f"xmla.transformers: {name} is {getattr(config, name)}, supported: {served}")
     return (entries.window if config.model_type == ENTRIES else visible)(*sizes, **options)
 
 

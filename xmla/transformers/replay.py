@@ -7,6 +7,7 @@ import torch
 
 from xmla._selections import check_form, check_layers, check_rows
 from xmla.core.errors import UnsupportedError
+from xmla.transformers.cache import of_text
 from xmla.transformers.masks import Visible
 
 
@@ -27,12 +28,13 @@ class Selections:
         batch_invariant: Attend as `sparse_mla` with `batch_invariant`, like an engine with VLLM_BATCH_INVARIANT=1.
 
     Raises:
-        ArgumentError: Other layers than those that select, another dtype, shape or number of keys.
+        ArgumentError: `config` is no configuration. Other layers than those that select, another dtype, shape or number
+            of keys.
     """
 
     # No dataclass: FSDP copies those that it finds among a module's arguments.
     def __init__(self, config: Any, layers: Mapping[int, torch.Tensor], batch_invariant: bool = False) -> None:
-        text = config.get_text_config(decoder=True)
+        text = of_text("Selections", config)
         kinds = getattr(text, "indexer_types", None) or ["full"] * text.num_hidden_layers
         selecting = [layer for layer, kind in enumerate(kinds) if kind == "full"]
         check_layers(layers, selecting)
