@@ -14,13 +14,13 @@ import torch
 from flax import nnx
 from test_demo import agreeing, demo
 
-from xmla import jax_api
+from xmla import jax_api as xj
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.demo import curves, deepseek_v32, trained
 from xmla.demo.curves import JOINT, WARM_UP, against_shipped, texts_of
 from xmla.demo.in_jax import decoding, training
 from xmla.demo.in_jax.model import Config, Model, load, rope_angles
-from xmla.demo.in_jax.serving import Caches, Requests, decode, prefill
+from xmla.demo.in_jax.serving import PAGE_SIZE, Caches, Requests, decode, prefill
 from xmla.demo.passes import run_as_shipped
 
 # transformers warns of its own deprecations.
@@ -142,6 +142,47 @@ def test_training_is_that_of_transformers(device: str) -> None:
     assert all(figure["ok"] for figure in figures), figures
 
 
+@pytest.mark.slow
+def test_training_at_a_rollouts_selection(device: str) -> None:
+    """Its keys are those that decoding steps selected over the caches; its own selection given back has its bits."""
+    model = Model(Config(index_topk=3, dtype=jnp.float32), nnx.Rngs(0))
+    batch = jax.random.randint(jax.random.key(3), (2, 9), 0, 256)
+    tokens, texts = batch[:, :-1], len(batch)
+    caches, found = Caches.empty(model.config, texts, tokens.shape[1]), []
+    pages, table = len(caches.mla) // model.config.num_hidden_layers, caches.block_table
+    firsts = jnp.arange(model.config.num_hidden_layers, dtype=jnp.int32) * pages
+    for first, last in ((0, 5), (5, 6), (6, 8)):
+        positions = jnp.broadcast_to(jnp.arange(first, last, dtype=jnp.int32), (texts, last - first)).reshape(-1)
+        slots = xj.map_slots(positions.reshape(texts, -1), table, page_size=PAGE_SIZE)[0].reshape(-1)
+
+        def attend(
+            pools: tuple[jax.Array, jax.Array], start: Any, p: Any, slots: Any = slots, positions: Any = positions
+        ) -> Any:
+            out, _, indices, *written = xj.dsa_step(
+                p.latent, p.k_rope, p.index_k, slots + start * PAGE_SIZE, p.query.astype(jnp.bfloat16), p.index_q,
+                p.index_weights, *pools, table + start, positions + 1, k=model.config.index_topk,
+                softmax_scale=model.config.softmax_scale,
+            )  # fmt: skip
+            return out, (tuple(written), indices)
+
+        pools = caches.mla, caches.indexer
+        _, pools, indices = model(tokens[:, first:last].reshape(-1), positions, attend, pools, firsts)
+        caches = replace(caches, mla=pools[0], indexer=pools[1])
+        found.append(indices.reshape(len(firsts), texts, last - first, -1))
+    rollout = jnp.concatenate(found, axis=2).reshape(len(firsts), tokens.size, -1)
+
+    def step(selected: Any) -> Any:
+        attention = partial(training.attend, model.config, texts, False)
+        loss = partial(training.loss_of, batch=batch, attend=attention, selected=selected)
+        return nnx.grad(loss, has_aux=True)(model)
+
+    own, again, replayed = (step(each) for each in (None, step(None)[1][1].selected, rollout))
+    for one, other in zip(jax.tree.leaves(own), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(replayed[1][1].selected, rollout)
+    assert any((a != b).any() for a, b in zip(jax.tree.leaves(own), jax.tree.leaves(replayed), strict=True))
+
+
 def in_one(gradients: dict[str, np.ndarray]) -> Any:
     """The gradients by transformers' names: its kv_b_proj has both up-projections."""
     for name, gradient in gradients.items():
@@ -193,7 +234,7 @@ def another_layers_pages(step: Callable[..., Any]) -> Callable[..., Any]:
 def test_demo_notices_a_mistake(mistake: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     fewer(monkeypatch)
     jax.clear_caches()  # of the steps that were traced without it
-    monkeypatch.setattr(jax_api, "dsa_step", mistake(jax_api.dsa_step))
+    monkeypatch.setattr(xj, "dsa_step", mistake(xj.dsa_step))
     result = demo("--framework", "jax")
     jax.clear_caches()
     assert result.exit_code == 1 and "DISAGREES" in result.output, result.output

@@ -260,7 +260,7 @@ def test_a_replayed_selection_is_attended_to(
     newest = np.minimum(np.asarray(indexed.ends - indexed.starts)[..., None], TOPK)
     place, count = np.arange(TOPK), np.asarray(indexed.ends - indexed.starts)[..., None]
     other.rows = jnp.asarray(np.where(place < newest, count - newest + place, -1), jnp.int32)
-    maxtext.check_selections({0: other.rows, 1: again.rows}, SEGMENTS)
+    maxtext.check_selections({0: np.asarray(other.rows), 1: rows_of(indexed)}, SEGMENTS)
     monkeypatch.setattr(maxtext, "_select", lambda *_: pytest.fail("selected"))
     got = [*again.attend(op, *attended), maxtext._calculate_indexer_loss(layer, again, *attended, None, again, True, 1)]
     assert all(np.array_equal(*pair) for pair in zip(own, got, strict=True))

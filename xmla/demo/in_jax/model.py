@@ -188,7 +188,7 @@ class Model(nnx.Module):
 
     def __call__(
         self, tokens: jax.Array, position: jax.Array, attend: Callable[..., tuple[jax.Array, Any]],
-        state: Any = (), of_layers: Any = (),
+        state: Any = (), of_layers: Any = None,
     ) -> tuple[jax.Array, Any, Any]:  # fmt: skip
         """Hidden states [T, hidden] of tokens [T], the state after the last layer, and what each layer leaves.
 

@@ -36,17 +36,21 @@ IN_ONE_ORDER = {"xla_gpu_deterministic_ops": True}
 
 
 def attend(
-    config: Config, texts: int, every: bool, state: Any, _: None, p: Projected
+    config: Config, texts: int, every: bool, state: Any, selected: jax.Array | None, p: Projected
 ) -> tuple[jax.Array, tuple[Any, Leaves]]:
-    """Attention over plain rows: of all keys of a token's text, or of those that the indexer selects."""
+    """Attention over plain rows: of all keys of a token's text, of those that the indexer selects, or of a rollout's.
+
+    These are `selected` [N, K], counted from the text's first key, as `dsa_step` gives them.
+    """
     place = jnp.arange(len(p.latent), dtype=jnp.int32)
     tokens = len(place) // texts
     starts, ends = place // tokens * tokens, place + 1  # the keys of a token's own text, up to itself
     query, rows = (v.astype(jnp.bfloat16) for v in (p.query, jnp.concatenate([p.latent, p.k_rope], axis=-1)))
     indexer = p.index_q.astype(jnp.bfloat16), p.index_k.astype(jnp.bfloat16), p.index_weights * config.index_scale
 
-    scores = xj.indexer_scores(*jax.lax.stop_gradient(indexer), ends, starts)
-    selected = xj.select_topk(scores, ends, starts, k=config.index_topk)
+    if selected is None:
+        scores = xj.indexer_scores(*jax.lax.stop_gradient(indexer), ends, starts)
+        selected = xj.select_topk(scores, ends, starts, k=config.index_topk)
     keys = jnp.broadcast_to(place[:tokens], (len(place), tokens)) if every else selected
     slots = keys + starts[:, None]
     slots = jnp.where((keys >= 0) & (slots < ends[:, None]), slots, -1)
@@ -61,7 +65,7 @@ def attend(
     return out, (state, leaves)
 
 
-def loss_of(model: Model, batch: jax.Array, attend: Any, selected: Any = ()) -> tuple[jax.Array, tuple[Any, Leaves]]:
+def loss_of(model: Model, batch: jax.Array, attend: Any, selected: Any = None) -> tuple[jax.Array, tuple[Any, Leaves]]:
     """Cross-entropy and the indexers' loss of texts [B, T+1], then the first alone and each layer's leaves."""
     tokens = batch[:, :-1]
     position = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape).reshape(-1)
@@ -94,7 +98,7 @@ def train(
         return parts, gradients
 
     def arguments(place: int) -> tuple[Any, ...]:
-        return model, optimizer, tokens, () if over is None else jnp.asarray(np.stack(over.selected[place]))
+        return model, optimizer, tokens, None if over is None else jnp.asarray(np.stack(over.selected[place]))
 
     curve, tokens = Curve(), jnp.asarray(batch)
     compiled = step.lower(*arguments(0)).compile(IN_ONE_ORDER)
