@@ -96,13 +96,15 @@ def start(worker: Any) -> Recording | None:
         ArgumentError: XMLA_SELECTIONS_GIB is less than the rows of all slots take.
         UnsupportedError: The layers' caches are not of one table.
     """
+    if not settings.selections_gib:
+        return None
     from vllm.distributed.parallel_state import get_tp_group
     from vllm.logger import init_logger
     from vllm.model_executor.models.utils import extract_layer_index
 
-    config = worker.vllm_config
-    if not settings.selections_gib or not get_tp_group().is_first_rank:
+    if not get_tp_group().is_first_rank:
         return None
+    config = worker.vllm_config
     model = config.model_config.hf_text_config
     layers = {
         name: layer
