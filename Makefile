@@ -36,7 +36,7 @@ OF_JAX = $(filter-out tests/test_jax_programs.py,$(wildcard tests/test_jax*.py))
   tests/test_settings.py tests/test_training.py
 # What a release of torch, Triton, transformers or of a package of the command's may change.
 AT_FLOORS = $(wildcard tests/test_torch*.py tests/test_transformers*.py tests/test_megatron*.py) $(OF_JAX) \
-  tests/test_cli.py tests/test_command.py tests/test_compat.py tests/test_compressor_training.py tests/test_formats.py \
+  tests/test_cli.py tests/test_command.py tests/test_compat.py tests/test_compressor_training.py tests/test_demo.py tests/test_formats.py \
   tests/test_launcher.py tests/test_ops.py tests/test_quantised_training.py tests/test_serving.py
 FAST = tests/core tests/contract/test_8_wrong_arguments.py tests/test_parity.py tests/test_layouts.py \
   tests/test_formats.py
@@ -89,13 +89,10 @@ jax: $(READY)
 	    tests/test_documents.py tests/test_examples.py; \
 	done
 
-# With the lowest release of every dependency: the command, torch's compiler, each framework's own ways, and values; then
-# the demo, whose transformers may be an older one.
+# With the lowest release of every dependency: the command, torch's compiler, each framework's own ways, and values.
 floors: $(READY)
-	set -e; folders=$$($(PYTHON) -m tools.releases floors torch,jax,cuda,transformers); \
+	set -e; folders=$$($(PYTHON) -m tools.releases floors torch,jax,cuda,transformers,demo); \
 	  $(ENV) PYTHONPATH=$$folders $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup $(AT_FLOORS)
-	set -e; folders=$$($(PYTHON) -m tools.releases floors torch,demo); \
-	  $(ENV) PYTHONPATH=$$folders $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup tests/test_demo.py
 
 fuzz: $(READY)
 	$(ENV) $(PYTHON) -m tools.fuzz --seconds $(SECONDS) --first $(FIRST)

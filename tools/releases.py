@@ -25,7 +25,7 @@ WITH = {
 }
 PARTS = {Requirement(part.format(0)).name for parts in WITH.values() for part in parts}
 # Whose floors tests run with; the other extras' are engines', or of packages for a GPU (tests/test_floors.py).
-EXTRAS = ("torch,jax,cuda,transformers", "torch,demo")
+EXTRAS = "torch,jax,cuda,transformers,demo"
 
 
 def folder(package: str, release: str) -> Path:
@@ -91,9 +91,8 @@ def main(arguments: list[str]) -> None:
             for package, releases in SERVED.items():
                 for release in releases:
                     install(package, release)
-            for extras in EXTRAS:
-                for package, release in floors(extras).items():
-                    install(package, release)
+            for package, release in floors(EXTRAS).items():
+                install(package, release)
         case ["floors", extras]:
             for package, release in floors(extras).items():
                 install(package, release)
