@@ -13,7 +13,7 @@ from small_transformers import attending, build, distance, first_layer, padded, 
 from transformers import DynamicCache
 
 from xmla.core.errors import UnsupportedError
-from xmla.transformers import IndexerLoss, LatentCache
+from xmla.transformers import IndexerLoss, LatentCache, models
 
 # transformers warns of its own deprecations.
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.slow]
@@ -56,8 +56,8 @@ def test_steps_over_a_cache(how: str, device: str) -> None:
         mask = torch.ones_like(tokens)
         mask[0, -8:] = 0
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    models = [attending(copy.deepcopy(model).float(), "eager"), attending(copy.deepcopy(model), "eager"), model]
-    caches = [DynamicCache(config=each.config) for each in models]
+    compared = [attending(copy.deepcopy(model).float(), "eager"), attending(copy.deepcopy(model), "eager"), model]
+    caches = [DynamicCache(config=each.config) for each in compared]
     first, found = 0, []
     for count in PARTS:
         part = slice(first, first + count)
@@ -67,7 +67,7 @@ def test_steps_over_a_cache(how: str, device: str) -> None:
                     each, tokens[:, part], attention_mask=mask[:, : part.stop], position_ids=positions[:, part],
                     cache=cache,
                 )
-                for each, cache in zip(models, caches, strict=True)
+                for each, cache in zip(compared, caches, strict=True)
             ]
         )  # fmt: skip
         first, order = part.stop, torch.tensor([1, 0], device=device)
@@ -79,6 +79,18 @@ def test_steps_over_a_cache(how: str, device: str) -> None:
     exact, eager, ours = (torch.cat(each, 1) for each in zip(*found, strict=True))
     real = mask[[1, 0]].bool()
     assert distance(ours, exact, real) < 1.2 * distance(eager, exact, real)
+
+
+def test_no_part_of_a_prefill_has_one_token(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone it would attend to entries of its whole row, and behind padding these are more than by its position."""
+    model, tokens = build(KIND, device), text(device)
+    mask = padded(tokens, "left")["attention_mask"]
+    given = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    at_once = logits(model, tokens, **given)
+    monkeypatch.setattr(models, "AT_ONCE", 8)
+    assert TOKENS % 8 == 1
+    in_parts = logits(model, tokens, **given)
+    assert distance(in_parts[:, -1:], at_once[:, -1:], mask[:, -1:].bool()) < 0.02
 
 
 @pytest.mark.parametrize("beams", [1, 3])

@@ -17,6 +17,7 @@ from transformers import DynamicCache
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.formats.indexer import INDEXER_DIMS
 from xmla.core.formats.mla import VALUE_DIMS
+from xmla.core.values import cdiv
 from xmla.transformers import attention, entries, pools
 from xmla.transformers.attention import autocast, latents, of_16_bits
 from xmla.transformers.cache import LatentCache
@@ -251,8 +252,9 @@ def _attention(own: Callable[..., Any], layer: _Layer) -> Callable[..., Any]:
         if whole.get("cache") is None:
             whole["cache"] = layer.cache(config=self.config)
         out, handed_on = torch.empty_like(x), []
-        for first in range(0, queries, AT_ONCE):
-            last = min(first + AT_ONCE, queries)
+        size = cdiv(queries, cdiv(queries, AT_ONCE))  # none has one token, which DeepSeek-V4 gives other entries
+        for first in range(0, queries, size):
+            last = min(first + size, queries)
             a_token = {name: whole[name] for name in A_TOKEN if name in whole}
             some = whole | tree_map_only(torch.Tensor, lambda x, part=slice(first, last): x[:, part], a_token)
             some["attention_mask"] = layer.part(self, whole, first, last)
