@@ -84,7 +84,7 @@ def held_otherwise(call: OpCall, read: Arrays, held: Arrays) -> Any:
 
 
 def handed_on(call: Call, read: Arrays, updated: Arrays) -> Any:
-    """Each of two devices updates its caches, which go on to the other one."""
+    """Two devices update their caches and hand them on to each other."""
 
     def body(layer: Any, updated: Arrays) -> Arrays:
         _, new = call(part(read, layer), part(updated, 0))
