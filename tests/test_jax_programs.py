@@ -19,7 +19,7 @@ What JAX and XLA do to a call, and the forms (tests/jax_programs/forms.py) or ot
 - one array as two operands: read_and_updated; in two calls: twice_from_one; after it was updated: beside_the_old;
 - donation: every form that updates runs with it and without, and those that may not copy are `in_place`;
 - Refs: by_refs, refs_of_parts, one_ref_in_a_loop; loops and branches: scanned, cache_in_a_carry,
-  layers_in_steps, in_branches; of unknown length: until_it_ends;
+  layers_in_steps, in_branches; of unknown length: until_it_ends; double-buffered: cache_in_a_carry;
 - vmap: batched, batched_parts; gradients, rematerialisation: gradient_of_slices, gradient_of_checkpoints;
 - several devices: slices, scanned and written_back over tokens, which XLA partitions, and over layers, by shard_map
   (over_devices in tests/shared/stacked.py), also exchanged: handed_on;

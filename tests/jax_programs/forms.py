@@ -1,6 +1,6 @@
 """The forms in which programs call an op, beside those of tests/shared/stacked.py, and what XLA may make of each."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from xmla.jax_api._launcher import TARGET
 
 BATCH = 2
 STEPS = 2
+DOUBLE_BUFFERED = {"xla_gpu_enable_while_loop_double_buffering": True}
 
 
 def twice(call: Call, read: Arrays, cache: Arrays) -> Any:
@@ -316,6 +317,7 @@ class Form:
     in_place: bool = False  # donated caches are not moved, others once
     fused: bool = False  # each call with the slices that it reads, of which no pool is moved
     spread: str = ""  # over two devices: "layers" by hand, or "tokens" by XLA
+    options: Mapping[str, Any] | None = None  # of XLA
 
 
 FORMS = (
@@ -335,6 +337,7 @@ FORMS = (
     Form(twice_from_one, updates, one_cache, calls=2),
     Form(caches_of_their_own, updates, own_caches, in_place=True),
     Form(cache_in_a_carry, updates, one_cache, in_place=True),
+    Form(cache_in_a_carry, updates, one_cache, in_place=True, options=DOUBLE_BUFFERED),
     Form(until_it_ends, updates, alone, calls=1, in_place=True),
     Form(layers_in_steps, updates, calls=STEPS * LAYERS),
     Form(second_of_two, updates, pairs),

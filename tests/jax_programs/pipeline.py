@@ -19,7 +19,7 @@ os.environ["XLA_FLAGS"] = (
 import ctypes  # noqa: E402
 import shutil  # noqa: E402
 import subprocess  # noqa: E402
-from collections.abc import Callable, Sequence  # noqa: E402
+from collections.abc import Callable, Mapping, Sequence  # noqa: E402
 from typing import Any  # noqa: E402
 
 import hlo  # noqa: E402
@@ -74,14 +74,14 @@ def register(*targets: str) -> None:
 
 def program(
     function: Callable[..., Any], arguments: Sequence[Any], *, donated: bool = False,
-    options: dict[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> hlo.Program:  # fmt: skip
     """A function as XLA compiles it for the devices of its arguments, the second of which may be donated."""
     jitted = jax.jit(function, donate_argnums=1 if donated else ())
     lowered = jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
     for file in filter(Path.is_file, DUMPS.rglob("module_*")):  # of programs before, or that lowering ran on the CPU
         file.unlink()
-    compiled = lowered.compile(options)
+    compiled = lowered.compile(dict(options) if options else None)
     assignment, values = (
         next(DUMPS.glob(f"*after_optimizations-buffer-assignment{name}.txt")).read_text() for name in ("", "-values")
     )

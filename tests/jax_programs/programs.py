@@ -85,7 +85,7 @@ def faults(form: Form, call: OpCall, donated: bool) -> Iterator[str]:
     function, arguments = partial(form.function, call), placed(form, call, form.arguments(call))
     if form.spread == "layers":
         function = over_devices(function, pipeline.MESH)
-    program = pipeline.program(function, arguments, donated=donated)
+    program = pipeline.program(function, arguments, donated=donated, options=form.options)
     # A kernel takes an array twice that stands in for one which the call has not, and jaxlib's call returns both.
     yield from program.faults(apart=form.function is not exported)
     calls = form.calls
@@ -117,7 +117,8 @@ def programs_of(name: str) -> Iterator[tuple[str, str, Iterator[str]]]:
         if call is not None:
             for donated in (False, True) if call.op.mutates else (False,):
                 over = f"{form.spread} over devices, " if form.spread else ""
-                details = f"{over}{call.case.name}{', donated' if donated else ''}"
+                by = f", {', '.join(form.options)}" if form.options else ""
+                details = f"{over}{call.case.name}{', donated' if donated else ''}{by}"
                 yield form.function.__name__, details, faults(form, call, donated)
 
 

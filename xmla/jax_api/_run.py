@@ -101,11 +101,12 @@ def _launch(
     XLA moves slices of a custom call's operands, and updates of stacks by its results, into a fusion with the call, and
     ignores the call's aliases there: the call would write into the caller's stack, or over an operand that it still
     reads. It does not look through a barrier. The updated operands have one barrier: with one each, an array that is
-    updated as two of them would be one operand of the fusion, and both new values one. Each result has its own: one of
-    all would be another user of the call's tuple, for which XLA copies read operands, too.
+    updated as two of them would be one operand of the fusion, and both new values one. A constant is in it, too: a
+    loop with a barrier of one array on its carry does not compile where XLA double-buffers or unrolls it. Each result
+    has its own barrier: one of all would be another user of the call's tuple, for which XLA copies read operands, too.
     """
     if mutated:
-        updated = jax.lax.optimization_barrier([arrays[name] for name in mutated])
+        *updated, _ = jax.lax.optimization_barrier([*(arrays[name] for name in mutated), np.int32(0)])
         arrays = arrays | dict(zip(mutated, updated, strict=True))
     if plan.active and launch is not None:
         results = launch(plan, arrays, specs, mutated, device)
