@@ -181,7 +181,7 @@ def _compressed(module: Any, kv: torch.Tensor, gate: torch.Tensor, first: int) -
     """Entries [B, N / r, D] of projections [B, N, ·] of whole groups of tokens, from position `first` on."""
     batch, tokens, _ = kv.shape
     if not tokens:
-        return kv[..., : module.head_dim]
+        return kv.new_zeros((batch, 0, module.head_dim))
     positions = torch.arange(first, first + tokens, dtype=torch.int32, device=kv.device)
     norm = module.kv_norm
     rows = xt.compress_rows(

@@ -27,8 +27,6 @@ from xmla.transformers.replay import Selections
 from xmla.transformers.selection import Keys, Projected, head_weights, select
 
 NAME = "xmla"
-# Of models whose keys are latents, the sizes that ops take.
-SIZES = {"kv_lora_rank": (VALUE_DIMS,), "index_head_dim": INDEXER_DIMS}
 AT_ONCE = 8192  # queries that attention projects: those of all heads are 150 KB a token and more
 A_TOKEN = ("hidden_states", "position_embeddings", "position_ids", "prev_topk_indices")  # of which a part has its own
 
@@ -122,20 +120,23 @@ _CLASSES: dict[str, tuple[str, str, Callable[..., Projected]]] = {
 }
 ENTRIES, POOLS = "deepseek_v4", "glm5_next_text"
 SERVED = (*_CLASSES, ENTRIES, POOLS)
+# The sizes that ops take, of models that ask for a mask.
+SIZES = {kind: {"kv_lora_rank": (VALUE_DIMS,), "index_head_dim": INDEXER_DIMS} for kind in _CLASSES}
+SIZES[ENTRIES] = {"head_dim": (VALUE_DIMS,), "index_head_dim": INDEXER_DIMS}
 
 
 def mask(*sizes: Any, config: Any, **options: Any) -> torch.Tensor:
     """What layers of a served model get in place of a mask.
 
     Raises:
-        UnsupportedError: It is not of `SERVED`, or has latents or indexer keys of other sizes than ops take.
+        UnsupportedError: It is not of `SERVED`, or has keys of other sizes than ops take.
     """
     if config.model_type not in SERVED:
         raise UnsupportedError(
             f"xmla.transformers: model_type is {config.model_type}, supported: {', '.join(SERVED)}; another "
             "attn_implementation serves it"
         )
-    for name, sizes_served in SIZES.items() if config.model_type in _CLASSES else ():
+    for name, sizes_served in SIZES.get(config.model_type, {}).items():
         if getattr(config, name) not in sizes_served:
             served = " or ".join(map(str, sizes_served))
             raise UnsupportedError(f"xmla.transformers: {name} is {getattr(config, name)}, supported: {served}")
