@@ -12,6 +12,7 @@ import torch
 
 from xmla import ModelConfig, ModelConfigGlmFlash, ModelConfigMistralLarge4, ModelConfigV4, ModelConfigV41, torch_api
 from xmla.core.compile import Specialization, specialize
+from xmla.core.formats.mla import MLA_LAYOUTS
 from xmla.core.models.base import Model
 from xmla.core.registry import registry
 from xmla.core.values import H200, L40S, RTX_PRO_6000, Device, assume_device
@@ -53,6 +54,24 @@ def test_latents_without_roped_dims() -> None:
     for rope in (empty(7, 0), latent[:, 512:]):
         arrays = latent, rope, integers(7), octets(9, 64, 528)
         assert_listed(config, H200, "write_mla_cache", arrays, cache_format="nope")
+
+
+@pytest.mark.parametrize(
+    ("config", "form"),
+    [
+        (ModelConfig(**SIZES), "v32"), (ModelConfigGlmFlash(cache_format="plain_v4", **SIZES), "plain_v4"),
+        (ModelConfigV4(dense_pages=True, **SIZES), "v4"),
+    ],
+    ids=["v32", "plain_v4", "v4"],
+)  # fmt: skip
+def test_latents_and_roped_dims_as_parts_of_one_row(config: Model, form: str) -> None:
+    """As a projection gives them: the latents of rows without rope are split only for the write."""
+    layout = next(layout for layout in MLA_LAYOUTS if layout.name == form)
+    latent, rope = empty(7, layout.dims).split((layout.latent, layout.rope), dim=1)
+    cache = empty(9, 64, layout.row, dtype=torch.uint8 if layout.packed else torch.bfloat16)
+    assert_listed(config, H200, "write_mla_cache", (latent, rope, integers(7), cache), cache_format=form)
+    behind = integers(8)[1:]  # of a prefill behind a decode
+    assert_listed(config, H200, "write_mla_cache", (latent, rope, behind, cache), cache_format=form)
 
 
 @pytest.mark.parametrize("shape", [(4, 1), (4, 3), (5, 8), (1, 126), (2, 129), (3, 200), (1, 516), (1, 700)], ids=str)

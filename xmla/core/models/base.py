@@ -68,6 +68,15 @@ class Call:
         pools = {name: replace(spec, shape=(pages, *spec.shape[1:])) for name, spec in pools.items()}
         return replace(self, specs={**self.specs, **pools})
 
+    def with_rows(self) -> "tuple[Call, ...]":
+        """The call, and of one that writes latents also that with them and their roped dims as parts of one row."""
+        if "latent" not in self.specs:
+            return (self,)
+        latent, rope = self.specs["latent"], self.specs["rope"]
+        strides = latent.shape[1] + rope.shape[1], 1
+        parts = {"latent": replace(latent, strides=strides), "rope": replace(rope, strides=strides)}
+        return self, replace(self, specs={**self.specs, **parts}, alternative=True)
+
     def with_unaligned(self) -> "Call":
         """The call, and the same with arrays that begin on no multiple of 16 bytes."""
         return replace(self, unaligned=True)
@@ -296,11 +305,15 @@ class Model(ABC):
         requests, most = max(self.batches, default=0), max(self.next_n)
         prefill = max(self.prefill_tokens, default=0)
 
+        def decode(requests: int, next_n: int, max_len: int) -> Iterable[Call]:
+            return (each for call in self.decode(requests, next_n, max_len) for each in call.with_rows())
+
         def mixed(tokens: int, max_len: int) -> Iterable[Call]:
-            return self.paged(tokens, 1, max_len, mixed=True)
+            return (each for call in self.paged(tokens, 1, max_len, mixed=True) for each in call.with_rows())
 
         def prefills(tokens: int, max_len: int) -> Iterable[Call]:
-            return (call.with_unaligned() for call in self.prefills(tokens, max_len))
+            calls = (each for call in self.prefills(tokens, max_len) for each in call.with_rows())
+            return (call.with_unaligned() for call in calls)
 
         def gathering(tokens: int, keys: int) -> Iterable[Call]:
             return (call.with_unaligned() for call in self.gathering(tokens, keys))
@@ -314,7 +327,6 @@ class Model(ABC):
         def places(page: int, positions: int) -> Iterable[Call]:
             return (call.with_unaligned() for call in place(page, positions))
 
-        decode = self.decode  # one object, by which its steps are known
         longest = max(self.max_lens)
         for max_len in self.contexts(longest):
             for next_n in self.next_n:
