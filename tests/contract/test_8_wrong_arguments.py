@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from xmla import ArgumentError, UnsupportedError, jax_api, torch_api
@@ -957,6 +958,7 @@ def usual_mistakes() -> list[Callable[[], object]]:
         lambda: jax.jit(lambda k: jax_api.select_topk(logits, ends, k=k))(2),
         lambda: jax_api.select_topk(torch.zeros(1, 8), ends, k=2), lambda: jax_api.read_mla_cache(None, ends),
         lambda: jax.eval_shape(lambda pools: jax_api.read_mla_cache(jax.new_ref(pools).at[0], ends), pools),
+        lambda: jax_api.read_mla_cache(nnx.Cache(pools[0]), ends),
     ]  # fmt: skip
 
 
@@ -966,7 +968,7 @@ def test_the_messages_that_troubleshooting_explains() -> None:
     page = (Path(__file__).parents[2] / "docs/troubleshooting.md").read_text()
     _, table = page.split("## A call is refused\n")
     cells = [row.split(" | ")[0] for row in table.split("\nDerivatives:")[0].splitlines() if row.startswith("| ")][1:]
-    others = ("`jax.shard_map`", "JAX: ", "`operation failed")  # errors of the frameworks
+    others = ("`jax.shard_map`", "JAX: ", "Flax: ", "`operation failed")  # errors of the frameworks
     phrases = [cell.split("`")[1] for cell in cells if not cell.removeprefix("| ").startswith(others)]
     messages = []
     for call in usual_mistakes():
