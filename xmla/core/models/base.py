@@ -68,14 +68,14 @@ class Call:
         pools = {name: replace(spec, shape=(pages, *spec.shape[1:])) for name, spec in pools.items()}
         return replace(self, specs={**self.specs, **pools})
 
-    def with_rows(self) -> "tuple[Call, ...]":
-        """The call, and of one that writes latents also that with them and their roped dims as parts of one row."""
+    def of_parts_of_rows(self) -> "tuple[Call, ...]":
+        """Of a call that writes latents, the one with them and their roped dims as parts of one row."""
         if "latent" not in self.specs:
-            return (self,)
+            return ()
         latent, rope = self.specs["latent"], self.specs["rope"]
         strides = latent.shape[1] + rope.shape[1], 1
         parts = {"latent": replace(latent, strides=strides), "rope": replace(rope, strides=strides)}
-        return self, replace(self, specs={**self.specs, **parts}, alternative=True)
+        return (replace(self, specs={**self.specs, **parts}),)
 
     def with_unaligned(self) -> "Call":
         """The call, and the same with arrays that begin on no multiple of 16 bytes."""
@@ -305,15 +305,14 @@ class Model(ABC):
         requests, most = max(self.batches, default=0), max(self.next_n)
         prefill = max(self.prefill_tokens, default=0)
 
-        def decode(requests: int, next_n: int, max_len: int) -> Iterable[Call]:
-            return (each for call in self.decode(requests, next_n, max_len) for each in call.with_rows())
-
         def mixed(tokens: int, max_len: int) -> Iterable[Call]:
-            return (each for call in self.paged(tokens, 1, max_len, mixed=True) for each in call.with_rows())
+            return self.paged(tokens, 1, max_len, mixed=True)
 
         def prefills(tokens: int, max_len: int) -> Iterable[Call]:
-            calls = (each for call in self.prefills(tokens, max_len) for each in call.with_rows())
-            return (call.with_unaligned() for call in calls)
+            return (call.with_unaligned() for call in self.prefills(tokens, max_len))
+
+        def writes_of(make: Make) -> Make:
+            return lambda *sizes: (each for call in make(*sizes) for each in call.of_parts_of_rows())
 
         def gathering(tokens: int, keys: int) -> Iterable[Call]:
             return (call.with_unaligned() for call in self.gathering(tokens, keys))
@@ -327,8 +326,7 @@ class Model(ABC):
         def places(page: int, positions: int) -> Iterable[Call]:
             return (call.with_unaligned() for call in place(page, positions))
 
-        longest = max(self.max_lens)
-        for max_len in self.contexts(longest):
+        def steps(max_len: int, decode: Make, mixed: Make, prefills: Make) -> Iterator[tuple[Make, tuple[int, ...]]]:
             for next_n in self.next_n:
                 for tokens in full_waves(device, requests * next_n):
                     for count in {max(tokens // next_n, 1), cdiv(tokens, next_n)}:
@@ -337,6 +335,13 @@ class Model(ABC):
                 yield mixed, (tokens, max_len)
             for tokens in full_waves(device, prefill):
                 yield prefills, (tokens, max_len)
+
+        decode, longest = self.decode, max(self.max_lens)
+        contexts, writes = self.contexts(longest), [writes_of(make) for make in (decode, mixed, prefills)]
+        for max_len in contexts:
+            yield from steps(max_len, decode, mixed, prefills)
+        for max_len in {contexts[0], longest}:  # a write's kernel depends on whether anything is selected, no more
+            yield from steps(max_len, *writes)
         for keys, tokens in product(self.contexts(max(longest, prefill)), full_waves(device, prefill)):
             if keys > longest:
                 yield gathering, (tokens, keys)
