@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from xmla import ArgumentError, _recording
+from xmla import ArgumentError
 from xmla.vllm import recording
+from xmla.vllm.rows import GIB, Rows, write
 
 PAGE, PAGES, K, LAYERS = 4, 12, 3, (0, 5)
 SIZE = 4 * len(LAYERS) * (PAGES * PAGE + 1) * K
@@ -26,7 +27,7 @@ class Engine:
     """
 
     def __init__(self, room: int = 1 << 16) -> None:
-        self.rows = _recording.Rows(LAYERS, PAGES * PAGE, K, (SIZE + room) / _recording.GIB, lambda host: host)
+        self.rows = Rows(LAYERS, PAGES * PAGE, K, (SIZE + room) / GIB, lambda host: host)
         self.recording = recording.Recording(self.rows, PAGE, group=1)
         self.pages: dict[str, list[int]] = {}
 
@@ -61,7 +62,7 @@ class Engine:
                 places = range(before, before + count)
                 slots = torch.tensor([self.pages[name][place // PAGE] * PAGE + place % PAGE for place in places] + [-1])
                 made = torch.tensor([wanted(seeds[name], place, layer) for place in places] + [[7, 7, 7]])
-                _recording.write(rows, slots, made.int())
+                write(rows, slots, made.int())
 
     def check(self, name: str, tokens: int, seed: int, first: dict[int, int] | None = None) -> None:
         """Rows of a request; `first` has the seed of another one whose tokens it found in the cache."""
@@ -119,7 +120,7 @@ def test_what_is_not_there_is_refused() -> None:
         "expected at least 0.01: 0.00 GiB for selections: 2 layers, 48 tokens of the cache, 3 keys, 4 bytes; a smaller"
     )
     with pytest.raises(ArgumentError, match=f"XMLA_SELECTIONS_GIB is 1e-09, {told} cache takes less"):
-        _recording.Rows(LAYERS, PAGES * PAGE, K, 1e-9, lambda host: host)
+        Rows(LAYERS, PAGES * PAGE, K, 1e-9, lambda host: host)
     engine, seeds = Engine(), {"a-00000001": 1, "a-00000002": 2, "b": 3}
     engine.step(dict.fromkeys(seeds, (0, 3)), {name: [place] for place, name in enumerate(seeds)}, seeds)
     with pytest.raises(ArgumentError, match="request a is one of a-00000001, a-00000002, expected one name"):

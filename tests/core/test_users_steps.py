@@ -74,6 +74,19 @@ def test_latents_and_roped_dims_as_parts_of_one_row(config: Model, form: str) ->
     assert_listed(config, H200, "write_mla_cache", (latent, rope, behind, cache), cache_format=form)
 
 
+@pytest.mark.parametrize("pages", [16, 128], ids=["all", "selected"])
+def test_a_step_of_parts_of_one_row(pages: int) -> None:
+    """Other launches follow the write where a table has no more keys than are selected."""
+    config = ModelConfig(**SIZES)
+    latent, rope = empty(7, 576).split((512, 64), dim=1)
+    pools = octets(200, 64, 656), octets(200, 64, 132)
+    arrays = (
+        latent, rope, empty(7, 128), integers(7), empty(7, 128, 576), empty(7, 64, 128), floats(7, 64), *pools,
+        integers(7, pages), integers(7),
+    )  # fmt: skip
+    assert_listed(config, H200, "dsa_step", arrays, k=2048, softmax_scale=config.softmax_scale)
+
+
 @pytest.mark.parametrize("shape", [(4, 1), (4, 3), (5, 8), (1, 126), (2, 129), (3, 200), (1, 516), (1, 700)], ids=str)
 def test_positions_of_each_request_in_a_row(shape: tuple[int, int]) -> None:
     """Those of a decode, 1 or 8 of each request, and of prompts; with request ids each stands in a row of its own."""

@@ -3,8 +3,8 @@
 `register` is xmla's entry point in the group `vllm.general_plugins`, which vLLM calls in each of its processes. What it
 changes in vLLM is in `patches`; `backend` is V3.2's attention, `attention_v4` and `attention_v41` V4's and V4.1's, over
 `attention_v4_base`, `indexer` the selection of keys, `pools` that of GLM-5.3-Flash's, `shards` that of ranks that share
-keys, `gathered` what prefills read as rows, `recording` what requests select. At start `memory` says what to reserve,
-and `warmup` compiles all kernels.
+keys, `gathered` what prefills read as rows, `recording` what requests select, in `rows`. At start `memory` says what to
+reserve, and `warmup` compiles all kernels.
 """
 
 import os

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from xmla import torch_api as xt
-from xmla._recording import write
 from xmla.vllm.contract import Arguments
 from xmla.vllm.gathered import once_a_step, once_with_prefills
 from xmla.vllm.refusals import key_format, refuse
+from xmla.vllm.rows import write
 from xmla.vllm.shards import Shards
 
 # `topk_tokens` are as many as the buffer's columns, `quant_block_size` as the dims of a key.

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from xmla import _recording
 from xmla.core.config import settings
 from xmla.core.errors import ArgumentError
 from xmla.vllm.refusals import refuse
+from xmla.vllm.rows import GIB, Rows
 
 SUFFIX = "(-[0-9a-f]{8})?"  # that vLLM gives a request's name
 
@@ -29,7 +29,7 @@ class Recording:
         group: Which of a request's block tables has the pages of these layers.
     """
 
-    def __init__(self, rows: _recording.Rows, page: int, group: int) -> None:
+    def __init__(self, rows: Rows, page: int, group: int) -> None:
         self.rows, self.page, self.group = rows, page, group
         self.pages: dict[str, list[int]] = {}
         self.tokens: dict[str, int] = {}  # whose rows are written once the steps so far have run
@@ -116,13 +116,11 @@ def start(worker: Any) -> Recording | None:
     refuse({"recorded selections of layers with several block tables": len(of_layers) > 1})
     numbers = [extract_layer_index(name) for name in layers]
     caches = [layer.kv_cache for layer in layers.values()]
-    rows = _recording.Rows(
-        numbers, caches[0].shape[0] * caches[0].shape[1], model.index_topk, settings.selections_gib, on_device
-    )
+    rows = Rows(numbers, caches[0].shape[0] * caches[0].shape[1], model.index_topk, settings.selections_gib, on_device)
     init_logger("vllm.xmla").info(
         "xmla: %s, of pinned memory; %.2f GiB are left for requests that have ended",
         rows.summary,
-        rows.room / _recording.GIB,
+        rows.room / GIB,
     )
     for number, layer in zip(numbers, layers.values(), strict=True):
         layer.xmla_selections = rows.views[number]
