@@ -69,7 +69,7 @@ class Call:
         return replace(self, specs={**self.specs, **pools})
 
     def of_parts_of_rows(self) -> "tuple[Call, ...]":
-        """Of a call that writes latents, the one with them and their roped dims as parts of one row."""
+        """The call with latents and roped dims as parts of one row, if it writes latents."""
         if "latent" not in self.specs:
             return ()
         latent, rope = self.specs["latent"], self.specs["rope"]
