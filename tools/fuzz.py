@@ -41,6 +41,7 @@ from rich.progress import Progress
 
 from tools.comparison import assert_close, assert_updated, guarded, must_differ
 from xmla.core.errors import ArgumentError, UnsupportedError
+from xmla.core.formats.indexer import IndexerLayout, of_ue8m0_words
 from xmla.core.formats.mla import MlaLayout
 from xmla.core.op import Case, Op, plan_call
 from xmla.core.plan import Plan
@@ -424,9 +425,19 @@ def without_nan(laid: Arena, image: np.ndarray) -> np.ndarray:
         if array.itemsize == 1 and name not in laid.op.mutates:
             codes = array.view(np.uint8)
             codes[codes & 0x7F == 0x7F] = 0x38  # also as a byte of a scale
+            if laid.attrs.get(f"{name}_format") == "fp8_ue8m0":
+                one_scale_a_key(codes)
         elif array.dtype.kind not in "iu" and name not in laid.op.mutates:
             array[~np.isfinite(array)] = 1
     return copy
+
+
+def one_scale_a_key(cache: np.ndarray) -> None:
+    """Store 1 for each scale of keys "fp8_ue8m0" whose bytes differ, which is NaN."""
+    layout = IndexerLayout(cache.shape[2] - 4, "fp8_ue8m0")
+    slots = np.arange(cache.shape[0] * cache.shape[1])
+    values, words = layout.gather(cache, slots)
+    layout.scatter(cache, slots, values, np.where(np.isnan(of_ue8m0_words(words)), np.int32(0x7F7F7F7F), words))
 
 
 def largest(array: np.ndarray) -> float:
