@@ -108,6 +108,18 @@ def given(device: str) -> dict[str, torch.Tensor]:
     return {n: t for n, t in zip(ROWS.tensors, tensors, strict=True) if t is not None}
 
 
+def test_fewer_tokens_than_a_window(device: str) -> None:
+    """The entry of a token whose window began before the call is of the tokens that are there."""
+    values = np.random.default_rng(3).normal(size=(3, 2, 512)).astype(np.float32)
+    kv, score = values.transpose(1, 0, 2)
+    arrays = kv, score, np.zeros((128, 512), np.float32), np.array([125, 126, 127], np.int32)
+    (want,) = registry()["compress_rows"].reference(*arrays)
+    weights = np.exp(score.astype(np.float64))
+    np.testing.assert_allclose(want[2], (weights * kv).sum(0) / weights.sum(0), rtol=1e-12)
+    got = torch_api.compress_rows(*(torch.tensor(array, device=device) for array in arrays))
+    np.testing.assert_allclose(got.cpu().numpy(), want, rtol=1e-5, atol=1e-6)
+
+
 def test_documents_do_not_see_each_other(given: dict[str, torch.Tensor]) -> None:
     rows = torch_api.compress_rows(**given)
     first = 0

@@ -37,7 +37,7 @@ def windows(
             continue
         before = np.arange(series * ratio)[::-1]
         place = np.arange(series * ratio) // ratio
-        there = (before <= min(position, token)) & (positions[token - before] == position - before)
+        there = (before <= min(position, token)) & (positions[np.maximum(token - before, 0)] == position - before)
         yield token, (token - before[there])[:, None], place[there, None] * dim + np.arange(dim)
 
 
