@@ -15,25 +15,15 @@ def _flag(name: str) -> bool:
     return os.environ.get(name, "") not in ("", "0")
 
 
-def _fraction(name: str) -> float:
+def _number(name: str, most: float | None = None) -> float:
     text = os.environ.get(name, "") or "0"
     try:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0 <= value <= 1:
-        raise ArgumentError(f"{name} is {text!r}, expected a number from 0 to 1")
-    return value
-
-
-def _size(name: str) -> float:
-    text = os.environ.get(name, "") or "0"
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise ArgumentError(f"{name} is {text!r}, expected a number of at least 0")
+    if not 0 <= value < float("inf") or (most is not None and value > most):
+        expected = "of at least 0" if most is None else f"from 0 to {most:g}"
+        raise ArgumentError(f"{name} is {text!r}, expected a number {expected}")
     return value
 
 
@@ -76,7 +66,7 @@ class Settings:
         },
     )
     shadow: float = field(
-        default_factory=lambda: _fraction("XMLA_SHADOW"),
+        default_factory=lambda: _number("XMLA_SHADOW", most=1),
         metadata={
             "variable": "XMLA_SHADOW",
             "meaning": "0 to 1: this share of rows is computed again by the reference, and drift logged; slow, waits",
@@ -100,7 +90,7 @@ class Settings:
         },
     )
     selections_gib: float = field(
-        default_factory=lambda: _size("XMLA_SELECTIONS_GIB"),
+        default_factory=lambda: _number("XMLA_SELECTIONS_GIB"),
         metadata={
             "variable": "XMLA_SELECTIONS_GIB",
             "meaning": "a number: a worker of vLLM records what requests select, in so many GiB of pinned memory of "
