@@ -201,11 +201,9 @@ def run_fused_qk_topk(
 
     Falls back (None) without ReLU, without tokens or keys, and for other dtypes, D or more heads.
     """
-    if (replayed := _replayed()) is not None:
-        return replayed.rows(q, starts, ends), None
-    if not use_relu or not _is_indexer(q, k):
+    if _replayed() is None and (not use_relu or not _is_indexer(q, k)):
         return None
-    return _select(q, k, weights, index_topk, starts, ends), None
+    return _chosen(q, k, weights, index_topk, starts, ends), None
 
 
 def run_fused_qk_topk_with_loss(
