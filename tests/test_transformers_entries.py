@@ -9,7 +9,7 @@ from conftest import require_transformers
 
 require_transformers()
 
-from small_transformers import attending, build, distance, first_layer, padded, text
+from small_transformers import assert_as_near, attending, build, distance, first_layer, padded, text
 from transformers import DynamicCache
 
 from xmla.core.errors import UnsupportedError
@@ -152,14 +152,7 @@ def test_autocast_of_a_model_in_float32(device: str) -> None:
         losses = [each(tokens, labels=tokens, use_cache=False).loss for each in (model, eager)]
     for loss in (*losses, exact(tokens, labels=tokens, use_cache=False).loss):
         loss.backward()
-    for (name, ours), theirs, others in zip(
-        model.named_parameters(), exact.parameters(), eager.parameters(), strict=True
-    ):
-        if theirs.grad is not None:
-            everything = torch.ones_like(theirs).bool()
-            errors = [distance(each.grad, theirs.grad, everything) for each in (ours, others)]
-            few = theirs.numel() < 256  # such as a stream's scale, of whose terms little is left
-            assert errors[0] < 1.5 * errors[1] + (0.1 if few else 0.02), name
+    assert_as_near(model, exact, eager)
 
 
 def test_what_is_not_served_is_refused(device: str) -> None:
