@@ -353,22 +353,12 @@ def choose(k, low, above, held, pairs, row_ptr, length, out, IN_ROW: gl.constexp
 
 
 @gluon.jit
-def topk_rows_sm90_kernel(
-    logits_ptr,  # [T, N] f32 | bf16
-    starts_ptr,  # [T] i32 if HAS_STARTS
-    ends_ptr,  # [T] i32
-    first_row,  # of those of logits
-    num_columns,
-    row_stride,
-    k,
-    sample_rank,
-    indices_ptr,  # [T, K] i32
-    C: gl.constexpr,  # Rows
-):
+def select_row(
+    logits_ptr, starts_ptr, ends_ptr, first_row, num_columns, row_stride, k, sample_rank, indices_ptr, C: gl.constexpr
+):  # fmt: skip
+    """Select this program's row; parameters as in the kernel below."""
     CAPACITY: gl.constexpr = C.CAPACITY
     gl.static_assert(32 * C.WORDS < 1 << 18, "a row's entries are counted in 18 bits")
-    let_next_start(C.OVERLAP_LIMIT)
-    wait_for_earlier(C.OVERLAP_LIMIT)
     row = gl.program_id(0).to(gl.int64)
     start, length = row_range(starts_ptr, ends_ptr, first_row + row, num_columns, C.HAS_STARTS)
     out = indices_ptr + offset_of(first_row + row, k)
@@ -395,3 +385,21 @@ def topk_rows_sm90_kernel(
             if count < k:  # NaN too
                 low, above = gl.full([], 1, gl.uint32), gl.full([], KEY_OF_INF + 1, gl.uint32)
             choose(k, low, above, low, pairs, row_ptr, length, out, True, C)
+
+
+@gluon.jit
+def topk_rows_sm90_kernel(
+    logits_ptr,  # [T, N] f32 | bf16
+    starts_ptr,  # [T] i32 if HAS_STARTS
+    ends_ptr,  # [T] i32
+    first_row,  # of those of logits
+    num_columns,
+    row_stride,
+    k,
+    sample_rank,
+    indices_ptr,  # [T, K] i32
+    C: gl.constexpr,  # Rows
+):
+    let_next_start(C.OVERLAP_LIMIT)
+    wait_for_earlier(C.OVERLAP_LIMIT)
+    select_row(logits_ptr, starts_ptr, ends_ptr, first_row, num_columns, row_stride, k, sample_rank, indices_ptr, C)
