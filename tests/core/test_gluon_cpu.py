@@ -12,7 +12,7 @@ from conftest import HAS_GPU
 from triton.experimental.gluon._runtime import GluonJITFunction
 
 from xmla.core.errors import ArgumentError, UnsupportedError
-from xmla.core.formats.mla import NVFP4, PLAIN, PLAIN_V4, V4, V32
+from xmla.core.formats.mla import NVFP4, PLAIN, PLAIN_V4, V4, V32, MlaLayout
 from xmla.core.op import Case, Op, plan_call
 from xmla.core.ops.attention.sparse_mla import unpack
 from xmla.core.ops.attention.sparse_mla.backward.cases import backward_of
@@ -289,6 +289,30 @@ def test_launches_of_some_tokens_have_the_results_of_one(deterministic: bool, mo
     assert len(parts.launches) == len(whole.launches) + 2 and programs(parts) == programs(whole) == 10
     results = [emulator.run(plan, kit.copies(kit.make(case))) for plan in (whole, parts)]
     assert all(a.tobytes() == b.tobytes() for a, b in zip(*results, strict=True))  # programs run in the same order
+
+
+@pytest.mark.parametrize(("device", "asked"), [(HOPPER, "gluon"), (SM100, "gluon_sm100"), (SM120, "gluon")])
+@pytest.mark.parametrize(("layout", "extra"), [(V32, None), (PLAIN, None), (PLAIN_V4, (PLAIN_V4, 600, 64))])
+def test_no_bits_of_batch_invariant_rows_depend_on_given_lengths(
+    device: Device, asked: str, layout: MlaLayout, extra: tuple[MlaLayout, int, int] | None
+) -> None:
+    """A trainer's rows end with slots of −1; an engine's have lengths, and anything behind them."""
+    keys = 600
+    case = make_case(3, 5, keys, 64, layout, extra=extra, batch_invariant=True)
+    without = kit.make(case)
+    inputs = dict(without)
+    for source, lengths in (("", [keys, 130, 0]), ("extra_", [70, 0, keys]))[: 2 if extra else 1]:
+        behind, slots = np.arange(keys) >= np.array(lengths)[:, None], without[f"{source}slots"]
+        without[f"{source}slots"] = np.where(behind, -1, slots)
+        inputs |= {f"{source}slots": np.where(behind, slots[:, ::-1], slots), f"{source}lengths": np.int32(lengths)}
+    results = []
+    for given in (inputs, without):
+        specs = tuple(Spec.of_numpy(given[name]) if name in given else None for name in ATTENTION.tensors)
+        plan, _ = plan_call(ATTENTION, specs, ATTENTION.attributes(**case.attrs), device, asked)
+        assert programs(plan) and plan.launches[0].sizes["num_splits"] > 1
+        results.append(emulator.run(plan, kit.copies(given)))
+    for one, other in zip(*results, strict=True):
+        kit.assert_bits_equal("with and without lengths", one, other)
 
 
 @pytest.mark.parametrize("with_lengths", [False, True])

@@ -1946,7 +1946,7 @@ def select_topk(
     Implementations, best first:
         triton: rows of at most k columns.
         gluon_sm90: compute capability 9.0; Triton 3.9 or newer; at most 131072 columns; a k of at most 2048; more rows
-            than SMs.
+            than SMs, or more than 16 of 4096 to 16384 columns.
         gluon_sm90_cluster: compute capability 9.0; Triton 3.9 or newer; a k of at most 2048; at most 131072 columns; at
             most 16 rows, 8 of more than 65536 columns.
         triton: every call.
@@ -2020,8 +2020,8 @@ def sparse_mla(
         lse_sink: Whether the lse's sum includes exp(sink[h]), as in FlashInfer's sparse kernels on SM12x. The lse of a
             row without valid keys is then the sink.
         batch_invariant: Give each row the same bits whatever other rows are in the call and whatever heads are computed
-            beside it, for instance when ranks share the heads; slower. A row's keys are then split by K, EXTRA_K and
-            its own lengths alone, over the tile of 128 heads.
+            beside it, for instance when ranks share the heads; slower. A row's keys are then split by K and EXTRA_K
+            alone, over the tile of 128 heads: given lengths change no bits, beside slots of −1 behind them.
         deterministic: Whether a derivative of this call has the same bits in every run; the results have in any case.
             False adds an entry's n summands to a float32 as they come, which is faster. The gradients of caches then
             differ from run to run and between the front-ends; those of q and sink do not.

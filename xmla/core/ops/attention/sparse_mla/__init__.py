@@ -81,8 +81,8 @@ def sparse_mla(
         lse_sink: Whether the lse's sum includes exp(sink[h]), as in FlashInfer's sparse kernels on SM12x. The lse of a
             row without valid keys is then the sink.
         batch_invariant: Give each row the same bits whatever other rows are in the call and whatever heads are computed
-            beside it, for instance when ranks share the heads; slower. A row's keys are then split by K, EXTRA_K and
-            its own lengths alone, over the tile of 128 heads.
+            beside it, for instance when ranks share the heads; slower. A row's keys are then split by K and EXTRA_K
+            alone, over the tile of 128 heads: given lengths change no bits, beside slots of −1 behind them.
         deterministic: Whether a derivative of this call has the same bits in every run; the results have in any case.
             False adds an entry's n summands to a float32 as they come, which is faster. The gradients of caches then
             differ from run to run and between the front-ends; those of q and sink do not.

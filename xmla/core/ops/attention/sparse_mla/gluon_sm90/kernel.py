@@ -69,7 +69,7 @@ def sparse_mla_sm90_kernel(
     extra_slot_stride,
     num_positions,  # S
     num_splits,
-    split_keys,  # of K rounded up to whole tiles, then EXTRA_K; rows with lengths share out their own
+    split_keys,  # of K rounded up to whole tiles, then EXTRA_K; if SHARED, rows share out their own
     out_ptr,  # [T, H, 512]; if SPLIT [T, num_splits, H, 512] f16, normalised, over a power of two a group of dims
     lse_ptr,  # [T, H] f32; if SPLIT [T, num_splits, 1 + groups, H] f32, in log2, and the powers
     C: gl.constexpr,  # HopperAttention
@@ -104,7 +104,7 @@ def sparse_mla_sm90_kernel(
     tiles_before = gl.cdiv(num_keys, TILE_KEYS)  # of the first source, before those of the second
     if C.EXTRA is not None:
         extra_end = end_of_row(extra_lengths_ptr, token, num_extra_keys, C.EXTRA.HAS_LENGTHS)
-    if C.SPLIT and C.HAS_LENGTHS:
+    if C.SPLIT and C.SHARED:
         tiles_before = gl.cdiv(gl.maximum(end, 0), TILE_KEYS)  # a length may be the least integer
         row_tiles = tiles_before
         if C.EXTRA is not None:

@@ -24,22 +24,25 @@ class HopperAttention(Attention):
     """Constants of Hopper's kernel."""
 
     ORDERED: int  # places for the tokens, if these are computed in the order of their lengths; else 0
+    SHARED: bool  # whether a row's splits share out its own length, else K and EXTRA_K as of rows without lengths
 
 
 def plan(problem: Problem, device: Device) -> Plan:
     config = NARROW if takes_few_heads(problem) else WIDE
-    constants = partial(HopperAttention, ORDERED=places_in_order(problem, config, device))
+    differ = problem.has("lengths") or problem.has("extra_lengths")
+    ordered = places_in_order(problem, config, device) if differ else 0
+    shared = differ and not problem.attrs.batch_invariant
+    constants = partial(HopperAttention, ORDERED=ordered, SHARED=shared)
     return attention_plan(problem, device, sparse_mla_sm90_kernel, config, constants, EARLY)
 
 
 def places_in_order(problem: Problem, config: Config, device: Device) -> int:
-    """Places for the tokens if they are computed in the order of their lengths, else 0.
+    """Places for the tokens if they are computed in the order of their lengths, which differ; else 0.
 
     One wave's tokens all start at once, and of many waves the last one's are few.
     """
     tokens, programs = problem["T"], problem["T"] * cdiv(problem["H"], config.block_h)
-    differ = problem.has("lengths") or problem.has("extra_lengths")
-    if not differ or tokens > MOST_PLACES or programs <= device.num_sms * config.programs:
+    if tokens > MOST_PLACES or programs <= device.num_sms * config.programs:
         return 0
     return max(next_power_of_2(tokens), FEWEST_PLACES)
 
