@@ -3,8 +3,10 @@
 import logging
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,15 @@ def _level(name: str) -> str:
     return text
 
 
+def _folder(name: str) -> Path:
+    return Path(os.environ.get(name) or Path(tempfile.gettempdir(), f"xmla-reproducers-{os.getuid()}"))
+
+
+def _setting(variable: str, read: Callable[[str], Any], meaning: str) -> Any:
+    """A field that `read` takes from the environment's variable."""
+    return field(default_factory=lambda: read(variable), metadata={"variable": variable, "meaning": meaning})
+
+
 @dataclass(slots=True)
 class Settings:
     """The settings from the environment; each field's metadata has its variable and meaning.
@@ -42,68 +53,45 @@ class Settings:
     """
 
     live: bool = field(default=False, init=False)
-    log: str = field(
-        default_factory=lambda: _level("XMLA_LOG"),
-        metadata={
-            "variable": "XMLA_LOG",
-            "meaning": "level of the `xmla` logger, on stderr or where the program's own logging goes: INFO logs each "
-            "compile, DEBUG each new plan too",
-        },
+    log: str = _setting(
+        "XMLA_LOG",
+        _level,
+        "level of the `xmla` logger, on stderr or where the program's own logging goes: INFO logs each compile, DEBUG "
+        "each new plan too",
     )
-    forbid_jit: bool = field(
-        default_factory=lambda: _flag("XMLA_FORBID_JIT"),
-        metadata={
-            "variable": "XMLA_FORBID_JIT",
-            "meaning": "1: raise instead of compiling a kernel that warm-up did not build",
-        },
+    forbid_jit: bool = _setting(
+        "XMLA_FORBID_JIT", _flag, "1: raise instead of compiling a kernel that warm-up did not build"
     )
-    check: bool = field(
-        default_factory=lambda: _flag("XMLA_CHECK"),
-        metadata={
-            "variable": "XMLA_CHECK",
-            "meaning": "1: every index, page and length is read back and validated before a call, and that no "
-            "entry is written twice; slow, waits",
-        },
+    check: bool = _setting(
+        "XMLA_CHECK",
+        _flag,
+        "1: every index, page and length is read back and validated before a call, and that no entry is written twice; "
+        "slow, waits",
     )
-    shadow: float = field(
-        default_factory=lambda: _number("XMLA_SHADOW", most=1),
-        metadata={
-            "variable": "XMLA_SHADOW",
-            "meaning": "0 to 1: this share of rows is computed again by the reference, and drift logged; slow, waits",
-        },
+    shadow: float = _setting(
+        "XMLA_SHADOW",
+        partial(_number, most=1),
+        "0 to 1: this share of rows is computed again by the reference, and drift logged; slow, waits",
     )
-    reproducer_dir: Path = field(
-        default_factory=lambda: Path(
-            os.environ.get("XMLA_REPRODUCER_DIR") or Path(tempfile.gettempdir(), f"xmla-reproducers-{os.getuid()}")
-        ),
-        metadata={
-            "variable": "XMLA_REPRODUCER_DIR",
-            "meaning": "folder of one's own for calls that failed a check, for `xmla replay`; "
-            "by default in that of temporary files",
-        },
+    reproducer_dir: Path = _setting(  # noqa: RUF009
+        "XMLA_REPRODUCER_DIR",
+        _folder,
+        "folder of one's own for calls that failed a check, for `xmla replay`; by default in that of temporary files",
     )
-    print_plans: bool = field(
-        default_factory=lambda: _flag("XMLA_PRINT_PLANS"),
-        metadata={
-            "variable": "XMLA_PRINT_PLANS",
-            "meaning": "1: each new plan is logged once, by the logger `xmla.plans`, whatever XMLA_LOG is",
-        },
+    print_plans: bool = _setting(
+        "XMLA_PRINT_PLANS",
+        _flag,
+        "1: each new plan is logged once, by the logger `xmla.plans`, whatever XMLA_LOG is",
     )
-    selections_gib: float = field(
-        default_factory=lambda: _number("XMLA_SELECTIONS_GIB"),
-        metadata={
-            "variable": "XMLA_SELECTIONS_GIB",
-            "meaning": "a number: a worker of vLLM records what requests select, in so many GiB of pinned memory of "
-            "the host at most",
-        },
+    selections_gib: float = _setting(
+        "XMLA_SELECTIONS_GIB",
+        _number,
+        "a number: a worker of vLLM records what requests select, in so many GiB of pinned memory of the host at most",
     )
-    sglang_required: bool = field(
-        default_factory=lambda: _flag("XMLA_SGLANG_REQUIRED"),
-        metadata={
-            "variable": "XMLA_SGLANG_REQUIRED",
-            "meaning": "1: a process of SGLang into which xmla cannot be installed ends; without it, it serves with "
-            "its own kernels",
-        },
+    sglang_required: bool = _setting(
+        "XMLA_SGLANG_REQUIRED",
+        _flag,
+        "1: a process of SGLang into which xmla cannot be installed ends; without it, it serves with its own kernels",
     )
 
     def __setattr__(self, name: str, value: Any) -> None:
