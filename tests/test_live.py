@@ -103,7 +103,7 @@ def test_entries_that_are_written_twice_are_told(
     problem = op.bind({n: Spec.of_numpy(array) for n, array in inputs.items()}, attrs)
     for limit in op.limits(problem, inputs):
         array = inputs[limit.argument]
-        array[(array < limit.low) | (array > limit.high)] = limit.low
+        array[limit.violated(array)] = limit.low
     places = np.flatnonzero(np.all([inputs[n] >= 0 for n in (name, "source_slots") if n in inputs], axis=0))
     first, second = places[:2]
     inputs[name][np.delete(np.arange(len(inputs[name])), [first, second])] = -1
@@ -113,7 +113,7 @@ def test_entries_that_are_written_twice_are_told(
         skipped = inputs | {"source_slots": np.where(np.arange(len(inputs[name])) == first, -1, inputs["source_slots"])}
         assert checks.find_violation(op, skipped, attrs) is None
     monkeypatch.setattr(settings, "check", True)
-    told = f"expected distinct ones (1 of {len(inputs[name])} elements stand before)"
+    told = f"expected distinct ones (1 of {len(inputs[name])} elements repeat an earlier one)"
     with pytest.raises(ArgumentError, match=re.escape(f"{op.name}: {name}[{second}] is {inputs[name][first]}, {told}")):
         if framework == "torch":
             getattr(TORCH_OPS, op.name)(*kit.torch_inputs(op, inputs, device), **case.attrs)

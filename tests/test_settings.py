@@ -207,8 +207,7 @@ def legal(op: Op, inputs: dict[str, np.ndarray], attrs: Mapping[str, Any]) -> di
     problem = op.bind({n: Spec.of_numpy(a) for n, a in inputs.items()}, op.attributes(**attrs))
     for limit in op.limits(problem, inputs):
         array = inputs[limit.argument]
-        wrong = (array < limit.low) | (array > limit.high)
-        array[wrong if limit.where is None else wrong & limit.where] = limit.low
+        array[limit.violated(array)] = limit.low
     return inputs
 
 

@@ -202,24 +202,23 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Elements of `argument` must lie in [low, high], or those from 0 on be `distinct`; at `where` alone, if given."""
+    """Elements of `argument` must lie in [low, high]; at `where` alone, if given."""
 
     argument: str
     low: int
     high: int
     where: np.ndarray | None = None
-    distinct: bool = False
+
+    def violated(self, array: np.ndarray) -> np.ndarray:
+        """Which elements of the argument lie outside."""
+        outside = (array < self.low) | (array > self.high)
+        return outside if self.where is None else outside & self.where
 
 
 def declared_limits(problem: Problem, arrays: Arrays) -> Iterable[Limit]:
     """The range of each integer that indexes or bounds axes, by its declaration; an index may be −1."""
     for name, tensor in problem.tensors.items():
         if name in arrays and tensor.index_of:
-            high = prod(problem[axis] for axis in tensor.index_of.split()) - 1
-            yield Limit(name, -1, high)
-            if tensor.distinct:
-                beside = [other for other, its in problem.tensors.items() if its.index_of and its.axes == tensor.axes]
-                named = np.all([arrays[other] >= 0 for other in beside], axis=0)  # else the token is skipped
-                yield Limit(name, -1, high, named, distinct=True)
+            yield Limit(name, -1, prod(problem[axis] for axis in tensor.index_of.split()) - 1)
         elif name in arrays and tensor.bound_of:
             yield Limit(name, 0, problem[tensor.bound_of])

@@ -16,33 +16,42 @@ from xmla.core.values import Attributes, Device, Spec
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """The first value out of its limits, in words, and the tokens whose row holds it (None: no token's row does)."""
+    """The first value that breaks a rule, in words, and the tokens whose rows show it (None: no token's row does)."""
 
     message: str
     rows: np.ndarray | None
 
 
 def find_violation(op: Op, arrays: Arrays, attrs: Attributes) -> Violation | None:
-    """The first value out of its limits: tensor, row, column, value, limit."""
+    """The first value out of its limits, or else that names an entry again: tensor, row, column, value, rule."""
     problem = op.bind({name: Spec.of_numpy(array) for name, array in arrays.items()}, attrs)
     for limit in op.limits(problem, arrays):
-        array = arrays[limit.argument]
-        where = np.ones(array.shape, bool) if limit.where is None else limit.where
-        bad = where & (repeated(array, where) if limit.distinct else (array < limit.low) | (array > limit.high))
-        if bad.any():
-            place = tuple(int(i) for i in np.argwhere(bad)[0])
-            expected = "expected distinct ones" if limit.distinct else f"limit [{limit.low}, {limit.high}]"
-            count = f"{int(bad.sum())} of {array.size} elements"
-            wrong = f"{count} stand before" if limit.distinct else f"{count} are out of it"
-            message = f"{op.name}: {limit.argument}{list(place)} is {array[place]}, {expected} ({wrong})"
-            rows = np.flatnonzero(where & (array == array[place])) if limit.distinct else np.array(place[:1])
-            return Violation(message, rows if has_tokens(op, limit.argument) else None)
+        name, outside = limit.argument, limit.violated(arrays[limit.argument])
+        if outside.any():
+            rule = f"limit [{limit.low}, {limit.high}] ({{}} are out of it)"
+            rows = np.argwhere(outside)[0, :1] if has_tokens(op, name) else None
+            return Violation(_message(op, name, arrays[name], outside, rule), rows)
+    pool_indices = [name for pool in op.pools for name in op.indices_of(pool) if name in arrays]
+    for name in (name for name in pool_indices if op.tensors[name].distinct):
+        beside = [arrays[n] >= 0 for n in pool_indices if op.tensors[n].axes == op.tensors[name].axes]
+        written = np.all(beside, axis=0)  # else the token is skipped
+        array, again = arrays[name], repeated(arrays[name], written)
+        if again.any():
+            rule = "expected distinct ones ({} repeat an earlier one)"
+            rows = np.flatnonzero(written & (array == array[again][0]))
+            return Violation(_message(op, name, array, again, rule), rows)
     return None
 
 
+def _message(op: Op, name: str, array: np.ndarray, wrong: np.ndarray, rule: str) -> str:
+    place = tuple(int(i) for i in np.argwhere(wrong)[0])
+    count = f"{int(wrong.sum())} of {array.size} elements"
+    return f"{op.name}: {name}{list(place)} is {array[place]}, {rule.format(count)}"
+
+
 def repeated(array: np.ndarray, where: np.ndarray) -> np.ndarray:
-    """Which elements from 0 on stand at an earlier place, too, of those at `where`."""
-    places = np.flatnonzero(where & (array >= 0))
+    """Which elements stand at an earlier place, too, of those at `where`."""
+    places = np.flatnonzero(where)
     _, first = np.unique(array.reshape(-1)[places], return_index=True)
     again = np.zeros(array.size, bool)
     again[np.delete(places, first)] = True

@@ -83,8 +83,7 @@ def check(problem: Problem) -> None:
 
 
 def limits(problem: Problem, arrays: Arrays) -> Iterator[Limit]:
-    most = problem["P"] * problem["R"] - 1
-    yield from (Limit("entry_slots", -1, most, distinct=distinct) for distinct in (False, True))
+    yield Limit("entry_slots", -1, problem["P"] * problem["R"] - 1)
     yield from paged_limits(problem, arrays, "indexer_cache")
 
 
