@@ -15,7 +15,7 @@ from triton.compiler.errors import CompileTimeAssertionFailure
 from tools.compile_plans import DEVICES, planned
 from tools.far_strides import ARCH, front_end
 from xmla.core.compile import Specialization, specialize
-from xmla.core.formats.mla import MLA_LAYOUTS, NVFP4, PLAIN, PLAIN_V4, V4, V32, MlaLayout
+from xmla.core.formats.mla import MLA_LAYOUTS, PLAIN, PLAIN_V4, V4, V32, MlaLayout
 from xmla.core.plan.plan import with_constant
 from xmla.core.values import Spec
 
@@ -57,6 +57,12 @@ CHANGES_SM100: dict[str, list[dict[str, object]]] = {
 }  # fmt: skip
 
 
+def first_launch(op: str, specs: dict[str, Spec], attrs: dict[str, object], arch: int, asked: str) -> Specialization:
+    call = planned(op, "", specs, attrs, DEVICES[arch], asked)
+    assert call.plan is not None, call.reason
+    return specialize(call.plan.launches[0], call.plan, specs)
+
+
 def launched(
     heads: int, layout: MlaLayout, extra: MlaLayout | None = None, arch: int = ARCH, asked: str = "gluon",
     pages: int = 64,
@@ -69,9 +75,7 @@ def launched(
     if extra is not None:
         specs |= {"extra_cache": caches[1], "extra_slots": slots, "extra_lengths": lengths}
         attrs["extra_cache_format"] = extra.name
-    call = planned("sparse_mla", "", specs, attrs, DEVICES[arch], asked)
-    assert call.plan is not None, call.reason
-    return specialize(call.plan.launches[0], call.plan, specs)
+    return first_launch("sparse_mla", specs, attrs, arch, asked)
 
 
 def paged_logits() -> Specialization:
@@ -81,17 +85,13 @@ def paged_logits() -> Specialization:
         **{"cache": Spec((64, 64, 132), "uint8"), "block_table": Spec((16, 64), "int32")},
         "lengths": Spec((64,), "int32"),
     }
-    call = planned("indexer_logits_paged", "", specs, {}, DEVICES[100], "gluon_sm100")
-    assert call.plan is not None, call.reason
-    return specialize(call.plan.launches[0], call.plan, specs)
+    return first_launch("indexer_logits_paged", specs, {}, 100, "gluon_sm100")
 
 
 def many_rows() -> Specialization:
     """The kernel that selects in many rows as it is planned for the longest."""
     specs = {"logits": Spec((2048, 131072), "float32"), "ends": Spec((2048,), "int32")}
-    call = planned("select_topk", "", specs, {"k": 2048}, DEVICES[ARCH], "gluon_sm90")
-    assert call.plan is not None, call.reason
-    return specialize(call.plan.launches[0], call.plan, specs)
+    return first_launch("select_topk", specs, {"k": 2048}, ARCH, "gluon_sm90")
 
 
 def differentiated(layout: MlaLayout, deterministic: bool) -> Specialization:
@@ -125,34 +125,28 @@ def refusal(launch: Specialization, name: str, value: Hashable) -> str | None:
 
 
 def main() -> None:
-    packed, plain, few, two = launched(64, V32), launched(64, PLAIN), launched(16, V32), launched(64, V4, V4)
-    derivative, any_order = (differentiated(PLAIN, deterministic) for deterministic in (True, False))
-    layouts = [(layout.name, {}, layout) for layout in MLA_LAYOUTS]
-    for layout in (V32, NVFP4, V4, PLAIN):
-        layouts += [(layout.name, change, replace(layout, **change)) for change in CHANGES[layout.name]]
-    for name, change, layout in layouts:
-        of_layout = packed if layout.packed else plain
-        of_kinds = {"64 heads": of_layout, "16 heads": few, "derivative": derivative, "in any order": any_order}
-        for of, launch in of_kinds.items():
-            line = {"of": of, "layout": name, "change": change, "refusal": refusal(launch, "SOURCE.LAYOUT", layout)}
-            print(json.dumps(line), flush=True)
-    packed, plain = (launched(64, layout, arch=120) for layout in (V32, PLAIN))
-    layouts = [(layout.name, {}, layout) for layout in MLA_LAYOUTS]
-    for layout in (V32, V4, PLAIN):
-        layouts += [(layout.name, change, replace(layout, **change)) for change in CHANGES_SM120[layout.name]]
-    for name, change, layout in layouts:
-        refused = refusal(packed if layout.packed else plain, "SOURCE.LAYOUT", layout)
-        print(json.dumps({"of": "SM12x", "layout": name, "change": change, "refusal": refused}), flush=True)
-    entries = launched(64, V32, None, 100, "gluon_sm100")
-    rows, two_rows = (launched(64, PLAIN_V4, extra, 100, "gluon_sm100") for extra in (None, PLAIN_V4))
-    layouts = [(layout.name, {}, layout) for layout in MLA_LAYOUTS]
-    for layout in (V32, V4, PLAIN):
-        layouts += [(layout.name, change, replace(layout, **change)) for change in CHANGES_SM100[layout.name]]
-    for name, change, layout in layouts:
-        refused = refusal(entries if layout.packed else rows, "SOURCE.LAYOUT", layout)
-        print(json.dumps({"of": "sm_100", "layout": name, "change": change, "refusal": refused}), flush=True)
+    few, two = launched(16, V32), launched(64, V4, V4)
+    of_any_layout = {
+        "16 heads": few, "derivative": differentiated(PLAIN, True), "in any order": differentiated(PLAIN, False)
+    }  # fmt: skip
+    sm12x, two_rows = launched(64, V32, arch=120), launched(64, PLAIN_V4, PLAIN_V4, 100, "gluon_sm100")
+    rows = launched(64, PLAIN_V4, None, 100, "gluon_sm100")
+    kernels = [  # which changes they refuse, those over packed layouts and over plain ones
+        (CHANGES, {"64 heads": launched(64, V32), **of_any_layout}, {"64 heads": launched(64, PLAIN), **of_any_layout}),
+        (CHANGES_SM120, {"SM12x": sm12x}, {"SM12x": launched(64, PLAIN, arch=120)}),
+        (CHANGES_SM100, {"sm_100": launched(64, V32, None, 100, "gluon_sm100")}, {"sm_100": rows}),
+    ]
+    for changes, of_packed, of_plain in kernels:
+        for layout in MLA_LAYOUTS:
+            for change in ({}, *changes.get(layout.name, ())):
+                value = replace(layout, **change)
+                for of, launch in (of_packed if value.packed else of_plain).items():
+                    refused = refusal(launch, "SOURCE.LAYOUT", value)
+                    print(
+                        json.dumps({"of": of, "layout": layout.name, "change": change, "refusal": refused}), flush=True
+                    )
     others: list[tuple[str, Specialization, str, Hashable]] = [
-        ("64 heads of SM12x", packed, "BLOCK_H", 64),
+        ("64 heads of SM12x", sm12x, "BLOCK_H", 64),
         ("32 heads of sm_100", rows, "BLOCK_H", 32),
         ("another second layout on sm_100", two_rows, "EXTRA.LAYOUT", PLAIN),
         ("eight tokens of sm_100's logits", paged_logits(), "GROUP", 8),
