@@ -1,6 +1,7 @@
 """Decode steps of V3.2: one layer alone, with its writes, with long block tables; several layers with their writes."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import batched
 from typing import Any
@@ -216,49 +217,61 @@ def scanned(ops: Any, table: Any, lengths: Any, slots: Any, *arrays: Any) -> tup
     return jax.lax.scan(body, (before, mla, indexer), (*operands, tables, layer_slots))[0]
 
 
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How the arrays of a step's layers are passed.
+
+    Attributes:
+        call: The step.
+        stacks: Each array that is read is one for all layers, and the step returns the last output alone.
+        one_cache: So is each cache.
+    """
+
+    call: Callable[..., Any]
+    stacks: bool = True
+    one_cache: bool = True
+
+
 FORMS = {
-    "": apart,
-    ", stacks": stacked,
-    ", one array of caches": in_one_array,
-    ", dsa_step": partial(in_one_array, one_layer=layer_by_dsa_step),
-    ", scan": scanned,
+    "": Form(apart, stacks=False, one_cache=False),
+    ", stacks": Form(stacked, one_cache=False),
+    ", one array of caches": Form(in_one_array),
+    ", dsa_step": Form(partial(in_one_array, one_layer=layer_by_dsa_step)),
+    ", scan": Form(scanned),
 }
 
 
-def layers_case(requests: int, context: int, form: str = "") -> Benchmark:
-    pages = cdiv(context, 64)
+def layers_case(requests: int, context: int, name: str = "") -> Benchmark:
+    form, pages = FORMS[name], cdiv(context, 64)
     table = problems.block_table(requests, pages * 64)
     lengths = torch.full((requests,), context, device=problems.DEVICE, dtype=torch.int32)
     written = context - 1  # the step's position
     slots = (table[:, written // 64] * 64 + written % 64).to(torch.int32)
     operands = [list(each) for each in zip(*(queries(requests) for _ in range(LAYERS)), strict=True)]
     operands += [[problems.bfloat16(requests, dims) for _ in range(LAYERS)] for dims in (512, 64, 128)]
-    entries = requests * pages * 64
-    if form in ("", ", stacks"):
-        caches = [make(entries) for make in (problems.latent_pool, problems.indexer_pool) for _ in range(LAYERS)]
-    else:
-        caches = [problems.latent_pool(LAYERS * entries), problems.indexer_pool(LAYERS * entries)]
-    if form:
-        operands = [[torch.stack(each)] for each in operands]
-    arrays = table, lengths, slots, *(array for each in operands for array in each), *caches
+    arrays_of_cache, layers_of_array = (1, LAYERS) if form.one_cache else (LAYERS, 1)
+    entries = layers_of_array * requests * pages * 64
+    pools = (problems.latent_pool, problems.indexer_pool)
+    caches = [make(entries) for make in pools for _ in range(arrays_of_cache)]
+    read = [torch.stack(each) for each in operands] if form.stacks else [array for each in operands for array in each]
+    arrays = table, lengths, slots, *read, *caches
 
     def check() -> float:
         """Error of the last layer's output, which also has to be that of `apart`, with arrays of each layer's own."""
-        last = FORMS[form](TORCH_OPS, *arrays)[LAYERS - 1 if form == "" else 0]
-        parts = [each if form == "" else [*each[0]] for each in operands]
-        own = caches if len(caches) > 2 else [part for cache in caches for part in cache.chunk(LAYERS)]
-        results = apart(TORCH_OPS, *arrays[:3], *(array for each in parts for array in each), *own)
+        last = form.call(TORCH_OPS, *arrays)[0 if form.stacks else LAYERS - 1]
+        own = [part for cache in caches for part in cache.chunk(layers_of_array)]
+        results = apart(TORCH_OPS, *arrays[:3], *(array for each in operands for array in each), *own)
         before, same = results[LAYERS - 2 : LAYERS]
         if not torch.equal(last, same):
             return float("inf")
-        q, index_q, index_weights, *_ = (each[-1] for each in parts)
+        q, index_q, index_weights, *_ = (each[-1] for each in operands)
         arguments = q + before[..., :1], index_q, index_weights, own[LAYERS - 1], own[-1], table, lengths
         return step_error(arguments, K, SCALE) if torch.equal(attend(TORCH_OPS, *arguments), last) else float("inf")
 
     return Benchmark(
         op="dsa_attention",
-        case=f"step of {LAYERS} layers b={requests} h={HEADS} context={context} k={K}{form}",
-        call=FORMS[form],
+        case=f"step of {LAYERS} layers b={requests} h={HEADS} context={context} k={K}{name}",
+        call=form.call,
         inputs=[arrays],
         updates=tuple(range(len(arrays) - len(caches), len(arrays))),
         check=check,
@@ -268,5 +281,5 @@ def layers_case(requests: int, context: int, form: str = "") -> Benchmark:
 
 def layers() -> Iterator[Benchmark]:
     for requests, context in ((1, 32768), (8, 32768), (64, 8192)):
-        for form in FORMS:
-            yield layers_case(requests, context, form)
+        for name in FORMS:
+            yield layers_case(requests, context, name)
