@@ -4,12 +4,13 @@ from typing import Any
 from xmla.core.call import Arrays, Limit, Problem, Result
 from xmla.core.op import Op
 from xmla.core.ops.blocks.indexer_block_logits.cases import CASES
-from xmla.core.ops.blocks.indexer_block_logits.plan import IMPLEMENTATION
+from xmla.core.ops.blocks.indexer_block_logits.plan import plan
 from xmla.core.ops.blocks.indexer_block_logits.reference import reference
 from xmla.core.ops.blocks.shared import BLOCKS, block_logits_work, capacity_of, check_granularity, entries_of
 from xmla.core.ops.indexer import indexer_logits
 from xmla.core.ops.indexer.key_source import source_of
 from xmla.core.ops.indexer.shared import check_keys, check_logits_dtype, logits_of
+from xmla.core.plan import Implementation
 
 
 def indexer_block_logits(
@@ -78,7 +79,7 @@ OP = Op(
     check=check,
     limits=limits,
     work=block_logits_work,
-    implementations=(IMPLEMENTATION,),
+    implementations=(Implementation("triton", plan),),
     reference=reference,
     cases=CASES,
     instead="indexer_block_topk",

@@ -9,7 +9,7 @@ from xmla.core.ops.blocks.indexer_block_logits.kernels import (
 from xmla.core.ops.blocks.shared import capacity_of, entries_of
 from xmla.core.ops.indexer.indexer_logits_paged.plan import Config, configure
 from xmla.core.ops.indexer.shared import Keys, Pages, Query, head_rows, keys_are_mxfp4
-from xmla.core.plan import Constants, Implementation, Launch, Plan
+from xmla.core.plan import Constants, Launch, Plan
 from xmla.core.values import Device, Spec, cdiv, larger, smaller
 
 
@@ -94,6 +94,3 @@ def part(problem: Problem, device: Device, rows: int, dtype: str = "float32") ->
 
 def plan(problem: Problem, device: Device) -> Plan:
     return part(problem, device, problem["T"], problem.attrs.logits_dtype)
-
-
-IMPLEMENTATION = Implementation("triton", plan)

@@ -5,8 +5,9 @@ from xmla.core.op import Op
 from xmla.core.ops.training.compress_rows import backward
 from xmla.core.ops.training.compress_rows.cases import CASES
 from xmla.core.ops.training.compress_rows.check import check_rows, dims_of
-from xmla.core.ops.training.compress_rows.plan import IMPLEMENTATION
+from xmla.core.ops.training.compress_rows.plan import plan
 from xmla.core.ops.training.compress_rows.reference import reference
+from xmla.core.plan import Implementation
 from xmla.core.values import PROBABILITIES
 
 
@@ -70,7 +71,7 @@ OP = Op(
     outputs={"rows": Result("N D", "float32", sizes={"D": dims_of}, agreement=PROBABILITIES)},
     check=check_rows,
     work=work,
-    implementations=(IMPLEMENTATION,),
+    implementations=(Implementation("triton", plan),),
     reference=reference,
     cases=CASES,
     derivative=backward.OP,

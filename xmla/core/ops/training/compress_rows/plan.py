@@ -1,7 +1,7 @@
 from xmla.core.call import Problem
 from xmla.core.ops.training.compress_rows.constants import Compressor, compressor_constants
 from xmla.core.ops.training.compress_rows.kernels import compress_rows_kernel
-from xmla.core.plan import Implementation, Launch, Plan
+from xmla.core.plan import Launch, Plan
 from xmla.core.values import Device
 
 
@@ -21,6 +21,3 @@ def plan(problem: Problem, device: Device) -> Plan:
         num_warps=8,
     )
     return Plan((launch,), problem.results, ("rows",))
-
-
-IMPLEMENTATION = Implementation("triton", plan)

@@ -4,11 +4,12 @@ from xmla.core.call import F32, HALVES, INDEX, Problem, Result, Tensor, Work
 from xmla.core.op import Op
 from xmla.core.ops.training.indexer_loss import backward
 from xmla.core.ops.training.indexer_loss.cases import CASES
-from xmla.core.ops.training.indexer_loss.plan import IMPLEMENTATION
+from xmla.core.ops.training.indexer_loss.plan import plan
 from xmla.core.ops.training.indexer_loss.reference import reference
 from xmla.core.ops.training.indexer_scores.check import check_scores
 from xmla.core.ops.training.indexer_scores.plan import num_columns
 from xmla.core.ops.training.indexer_target.check import check_attention
+from xmla.core.plan import Implementation
 from xmla.core.values import GRADIENT, PROBABILITIES
 
 
@@ -137,7 +138,7 @@ OP = Op(
     },
     check=check,
     work=work,
-    implementations=(IMPLEMENTATION,),
+    implementations=(Implementation("triton", plan),),
     reference=reference,
     cases=CASES,
     derivative=backward.OP,

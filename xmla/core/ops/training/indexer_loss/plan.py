@@ -15,7 +15,7 @@ from xmla.core.ops.training.indexer_scores.constants import Columns, Indexer
 from xmla.core.ops.training.indexer_scores.plan import column_sizes, num_columns
 from xmla.core.ops.training.indexer_target.constants import Attention
 from xmla.core.ops.training.indexer_target.plan import target_launch
-from xmla.core.plan import ALIGNMENT, Implementation, Launch, Plan, Rows, divided, most_registers
+from xmla.core.plan import ALIGNMENT, Launch, Plan, Rows, divided, most_registers
 from xmla.core.values import Device, Spec, cdiv, log2_of
 
 MEASURE_WARPS, MEASURE_BLOCK_N = 4, 64
@@ -134,6 +134,3 @@ def _parts(problem: Problem, workspace: Mapping[str, Spec]) -> list[Rows]:
         problem.unsupported("workspace_bytes", "value", given, f"at least {needed} for these sizes")
     size = min(tokens, (given - fixed) // ALIGNMENT * ALIGNMENT // row) if row else tokens
     return divided(tokens, max(size, 1)) or [Rows(0, 0)]
-
-
-IMPLEMENTATION = Implementation("triton", plan)

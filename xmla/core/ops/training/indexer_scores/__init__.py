@@ -6,8 +6,9 @@ from xmla.core.op import Op
 from xmla.core.ops.training.indexer_scores import backward
 from xmla.core.ops.training.indexer_scores.cases import CASES
 from xmla.core.ops.training.indexer_scores.check import check_scores
-from xmla.core.ops.training.indexer_scores.plan import IMPLEMENTATION, num_columns
+from xmla.core.ops.training.indexer_scores.plan import num_columns, plan
 from xmla.core.ops.training.indexer_scores.reference import reference
+from xmla.core.plan import Implementation
 from xmla.core.values import SCORES, Attributes
 
 
@@ -72,7 +73,7 @@ OP = Op(
     check=check_scores,
     work=work,
     batch=batch,
-    implementations=(IMPLEMENTATION,),
+    implementations=(Implementation("triton", plan),),
     reference=reference,
     cases=CASES,
     derivative=backward.OP,

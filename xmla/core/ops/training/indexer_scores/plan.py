@@ -4,7 +4,7 @@ from xmla.core.call import Problem
 from xmla.core.ops.indexer.shared import Keys, head_rows
 from xmla.core.ops.training.indexer_scores.constants import Columns, Indexer, Scores, SelectedScores
 from xmla.core.ops.training.indexer_scores.kernels import indexer_scores_kernel, selected_scores_kernel
-from xmla.core.plan import Implementation, Launch, Plan
+from xmla.core.plan import Launch, Plan
 from xmla.core.values import Device, cdiv, next_power_of_2
 
 
@@ -76,6 +76,3 @@ def _selected(problem: Problem) -> Launch:
         sizes=column_sizes(problem),
         constexprs={"C": constants},
     )
-
-
-IMPLEMENTATION = Implementation("triton", plan)

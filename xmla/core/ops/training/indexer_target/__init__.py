@@ -4,8 +4,9 @@ from xmla.core.call import F32, HALVES, INDEX, Problem, Result, Tensor, Work
 from xmla.core.op import Op
 from xmla.core.ops.training.indexer_target.cases import CASES
 from xmla.core.ops.training.indexer_target.check import check_attention
-from xmla.core.ops.training.indexer_target.plan import IMPLEMENTATION
+from xmla.core.ops.training.indexer_target.plan import plan
 from xmla.core.ops.training.indexer_target.reference import reference
+from xmla.core.plan import Implementation
 from xmla.core.values import PROBABILITIES
 
 
@@ -63,7 +64,7 @@ OP = Op(
     outputs={"target": Result("T K", "float32", agreement=PROBABILITIES)},
     check=check_attention,
     work=work,
-    implementations=(IMPLEMENTATION,),
+    implementations=(Implementation("triton", plan),),
     reference=reference,
     cases=CASES,
 )

@@ -2,7 +2,7 @@ from xmla.core.call import Problem
 from xmla.core.ops.training.indexer_scores.constants import Columns
 from xmla.core.ops.training.indexer_target.constants import Attention, Target
 from xmla.core.ops.training.indexer_target.kernels import indexer_target_kernel
-from xmla.core.plan import Implementation, Launch, Plan, Rows
+from xmla.core.plan import Launch, Plan, Rows
 from xmla.core.values import Device, cdiv
 
 BLOCK_N = 64
@@ -23,6 +23,3 @@ def target_launch(problem: Problem, target: str, tokens: Rows) -> Launch:
 
 def plan(problem: Problem, device: Device) -> Plan:
     return Plan((target_launch(problem, "target", Rows(0, problem["T"])),), problem.results, ("target",))
-
-
-IMPLEMENTATION = Implementation("triton", plan)

@@ -3,9 +3,10 @@ from typing import Any
 from xmla.core.call import F32, FLOATS, INDEX, Problem, Result, Tensor, Work
 from xmla.core.op import Op
 from xmla.core.ops.training.compress_rows.backward.cases import CASES
-from xmla.core.ops.training.compress_rows.backward.plan import IMPLEMENTATION
+from xmla.core.ops.training.compress_rows.backward.plan import plan
 from xmla.core.ops.training.compress_rows.backward.reference import reference
 from xmla.core.ops.training.compress_rows.check import check_rows, dims_of
+from xmla.core.plan import Implementation
 from xmla.core.values import GRADIENT
 
 
@@ -84,7 +85,7 @@ OP = Op(
     },
     check=check,
     work=work,
-    implementations=(IMPLEMENTATION,),
+    implementations=(Implementation("triton", plan),),
     reference=reference,
     cases=CASES,
 )

@@ -13,7 +13,7 @@ from xmla.core.ops.training.compress_rows.constants import (
     token_constants,
 )
 from xmla.core.ops.training.compress_rows.plan import angles
-from xmla.core.plan import Implementation, Launch, Plan
+from xmla.core.plan import Launch, Plan
 from xmla.core.values import Device, Spec, cdiv
 
 BLOCK_T, BLOCK_D = 32, 32  # a tile of tokens by dims
@@ -61,6 +61,3 @@ def plan(problem: Problem, device: Device) -> Plan:
     workspace = {"lse": of_dims, "pooled": of_dims, "dpooled": of_dims}
     workspace["dweights"] = of_dims if has_norm else Spec((0,), "float32")
     return Plan(tuple(launches), {**workspace, **problem.results}, tuple(problem.results))
-
-
-IMPLEMENTATION = Implementation("triton", plan)

@@ -3,8 +3,9 @@ from typing import Any
 from xmla.core.call import F32, HALVES, Problem, Result, Tensor, check_indexer_dim
 from xmla.core.op import Op
 from xmla.core.ops.training.indexer_loss.backward.cases import CASES
-from xmla.core.ops.training.indexer_loss.backward.plan import IMPLEMENTATION
+from xmla.core.ops.training.indexer_loss.backward.plan import plan
 from xmla.core.ops.training.indexer_loss.backward.reference import reference
+from xmla.core.plan import Implementation
 from xmla.core.values import FLOAT32, GRADIENT
 
 
@@ -61,7 +62,7 @@ OP = Op(
         "dindex_weights": Result("T I", "float32", agreement=FLOAT32),
     },
     check=check,
-    implementations=(IMPLEMENTATION,),
+    implementations=(Implementation("triton", plan),),
     reference=reference,
     cases=CASES,
 )

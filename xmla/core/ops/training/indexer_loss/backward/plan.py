@@ -2,7 +2,7 @@ from math import prod
 
 from xmla.core.call import Problem
 from xmla.core.ops.training.indexer_loss.backward.kernels import scale_kernel
-from xmla.core.plan import Implementation, Launch, Plan
+from xmla.core.plan import Launch, Plan
 from xmla.core.values import Device, cdiv
 
 BLOCK = 1024
@@ -30,6 +30,3 @@ def _scale(problem: Problem, result: str) -> Launch:
             "BLOCK": BLOCK,
         },
     )
-
-
-IMPLEMENTATION = Implementation("triton", plan)

@@ -3,10 +3,11 @@ from typing import Any
 from xmla.core.call import F32, HALVES, INDEX, Problem, Result, Tensor, Work
 from xmla.core.op import Op
 from xmla.core.ops.training.indexer_scores.backward.cases import CASES
-from xmla.core.ops.training.indexer_scores.backward.plan import IMPLEMENTATION
+from xmla.core.ops.training.indexer_scores.backward.plan import plan
 from xmla.core.ops.training.indexer_scores.backward.reference import reference
 from xmla.core.ops.training.indexer_scores.check import check_scores
 from xmla.core.ops.training.indexer_scores.plan import num_columns
+from xmla.core.plan import Implementation
 from xmla.core.values import GRADIENT
 
 
@@ -79,7 +80,7 @@ OP = Op(
     },
     check=check,
     work=work,
-    implementations=(IMPLEMENTATION,),
+    implementations=(Implementation("triton", plan),),
     reference=reference,
     cases=CASES,
 )

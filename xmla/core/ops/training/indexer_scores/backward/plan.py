@@ -8,7 +8,7 @@ from xmla.core.ops.training.indexer_scores.backward.kernels import (
 )
 from xmla.core.ops.training.indexer_scores.constants import Columns, Indexer, ScoresDerivative
 from xmla.core.ops.training.indexer_scores.plan import column_sizes, num_columns
-from xmla.core.plan import Implementation, Launch, Plan, clear, most_registers
+from xmla.core.plan import Launch, Plan, clear, most_registers
 from xmla.core.values import Device, Spec, cdiv, log2_of
 
 BLOCK_N = 32
@@ -73,6 +73,3 @@ def plan(problem: Problem, device: Device) -> Plan:
     results = problem.results
     launches = (*clear_sums(problem), bound, differentiate, round_sums(problem, "dk", log2_parts))
     return Plan(launches, {**sums_workspace(problem), **results}, tuple(results))
-
-
-IMPLEMENTATION = Implementation("triton", plan)
