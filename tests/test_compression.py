@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from compressor import compressed
 from conftest import HAS_GPU
 from hypothesis import given, settings
 
@@ -117,24 +118,11 @@ def test_the_smallest_ring_is_enough(geometry: dict[str, Any], step: int) -> Non
 @given(GEOMETRY)
 @settings(max_examples=8)
 def test_entries_are_those_of_the_whole_sequence(geometry: dict[str, Any]) -> None:
-    """Against the formulas of DeepSeek-V4's inference code, written over whole groups at once."""
+    """Against the formulas, by whole groups."""
     made = Compressor(**geometry)
     made.feed(0, LENGTH)
-    ratio, series = made.ratio, made.series
-    groups = LENGTH // ratio
-    kv, score = (t[: groups * ratio].double().view(groups, ratio, series, DIM) for t in (made.kv, made.score))
-    score = score + made.ape.double().view(ratio, series, DIM)
-    if series == 2:
-        before = lambda x, fill: torch.cat([torch.full_like(x[:1, :, 0], fill), x[:-1, :, 0]])
-        kv = torch.cat([before(kv, 0.0), kv[:, :, 1]], dim=1)
-        score = torch.cat([before(score, -torch.inf), score[:, :, 1]], dim=1)
-    else:
-        kv, score = kv[:, :, 0], score[:, :, 0]
-    pooled = (score.softmax(1) * kv).sum(1)
-    normed = pooled * (pooled.square().mean(1, keepdim=True) + 1e-6).rsqrt() * made.weight.double()
-    turn = torch.view_as_complex(made.angles[: groups * ratio : ratio].double().view(groups, 2, 8).mT.contiguous())
-    roped = torch.view_as_complex(normed[:, 16:].reshape(groups, 8, 2)) * turn
-    want = torch.cat([normed[:, :16], torch.view_as_real(roped).reshape(groups, 16)], dim=1)
+    arrays = made.kv, made.score, made.ape, made.weight, made.angles
+    want = compressed(*(array.double() for array in arrays))
     values, scales = made.entries().split([DIM, 4], dim=1)
     got = values.contiguous().view(torch.float8_e4m3fn).double() * scales.contiguous().view(torch.float32).double()
     # Half a step of e4m3: 2**-4 of a normal value, 2**-10 scales of a subnormal one; and float32's own rounding.
