@@ -66,17 +66,17 @@ def _narrow(op: Op, arrays: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UnsupportedError: One of them names something.
     """
-    wide = {name: a for name, a in arrays.items() if isinstance(a, np.ndarray) and a.dtype == np.int64}
-    if not wide or jax.config.jax_enable_x64:
+    longs = {name: a for name, a in arrays.items() if isinstance(a, np.ndarray) and a.dtype == np.int64}
+    if not longs or jax.config.jax_enable_x64:
         return dict(arrays)
     sizes = {axis: n for name, a in arrays.items() for axis, n in zip(op.tensors[name].names, a.shape, strict=True)}
     narrow = {}
-    for name, indices in wide.items():
-        large = indices > np.iinfo(np.int32).max
-        if (large & (indices < prod(sizes[axis] for axis in op.tensors[name].index_of.split()))).any():
-            got, supported = int(indices[large].min()), "indices below 2**31, or jax_enable_x64"
+    for name, indices in longs.items():
+        wide = indices > np.iinfo(np.int32).max
+        if (wide & (indices < prod(sizes[axis] for axis in op.tensors[name].index_of.split()))).any():
+            got, supported = int(indices[wide].min()), "indices below 2**31, or jax_enable_x64"
             raise UnsupportedError(f"{op.name}: {name} has an index of {got}, supported: {supported}")
-        narrow[name] = np.where((indices < 0) | large, -1, indices).astype(np.int32)
+        narrow[name] = np.where((indices < 0) | wide, -1, indices).astype(np.int32)
     return {**arrays, **narrow}
 
 
