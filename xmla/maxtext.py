@@ -35,7 +35,8 @@ from jax.sharding import PartitionSpec as P
 from xmla import jax_api as xj
 from xmla._selections import check_form, check_rows
 from xmla.core.errors import ArgumentError, UnsupportedError
-from xmla.core.formats.mla import VALUE_DIMS
+from xmla.core.formats.indexer import INDEXER_DIMS
+from xmla.core.formats.mla import KEY_DIMS, VALUE_DIMS
 
 Array = jax.Array
 
@@ -43,7 +44,7 @@ Array = jax.Array
 SERVED: dict[str, tuple[Any, ...]] = {
     "use_mla_absorbed_mqa": (True,),  # attention over latents, which xmla's is
     "dtype": (jnp.dtype(jnp.bfloat16),),
-    "indexer_head_dim": (32, 64, 128),
+    "indexer_head_dim": INDEXER_DIMS,
     "indexer_mask_exact_topk": (True,),
     "indexer_use_approx_top_k": (False,),
     "attn_logits_soft_cap": (None, 0.0),
@@ -52,7 +53,6 @@ SERVED: dict[str, tuple[Any, ...]] = {
     "use_batch_split_schedule": (False,),  # a layer of its own, without an indexer
 }
 MAX_HEADS = {"num_query_heads": 128, "indexer_n_heads": 64}
-ROW_DIMS = (512, 576)
 # Arrays of tokens by keys are made for as many tokens at a time as fit so many bytes, and at least one.
 SCRATCH = 1 << 29
 
@@ -134,10 +134,10 @@ def _check_config(config: Any) -> None:
         if getattr(config, name) > most:
             raise UnsupportedError(f"xmla.maxtext: {name}={getattr(config, name)} is given, supported: at most {most}")
     latent, roped = config.kv_lora_rank, config.qk_rope_head_dim
-    if latent > VALUE_DIMS or latent + roped not in ROW_DIMS:
+    if latent > VALUE_DIMS or latent + roped not in KEY_DIMS:
         raise UnsupportedError(
             f"xmla.maxtext: kv_lora_rank={latent} and qk_rope_head_dim={roped} are given, supported: at most "
-            f"{VALUE_DIMS}, together {' or '.join(map(str, ROW_DIMS))}"
+            f"{VALUE_DIMS}, together {' or '.join(map(str, KEY_DIMS))}"
         )
 
 

@@ -37,7 +37,8 @@ import torch.distributed as dist
 from xmla import torch_api as xt
 from xmla._selections import check_form, check_layers, check_rows
 from xmla.core.errors import ArgumentError, UnsupportedError
-from xmla.core.formats.mla import VALUE_DIMS
+from xmla.core.formats.indexer import INDEXER_DIMS
+from xmla.core.formats.mla import KEY_DIMS, VALUE_DIMS
 
 Tensor = torch.Tensor
 
@@ -45,9 +46,7 @@ NAME = "xmla"
 HALVES = (torch.bfloat16, torch.float16)
 # What the ops take; a hook declines before it has computed anything.
 MAX_INDEXER_HEADS = 64
-INDEXER_DIMS = (32, 64, 128)
 MAX_HEADS = 128
-ROW_DIMS = (512, 576)
 # Arrays of tokens by keys are made for as many tokens at a time as fit so many bytes, and at least one.
 SCRATCH = 1 << 29
 # Factor of losses and gradients until they are multiplied by the number of tokens: an average's gradients are mostly 0
@@ -342,7 +341,7 @@ def _is_indexer(q: Tensor, k: Tensor) -> bool:
 def _is_absorbed(query: Tensor, key: Tensor) -> bool:
     return (
         query.dtype in HALVES and key.dtype == query.dtype and key.shape[2] == 1
-        and query.shape[2] <= MAX_HEADS and query.shape[3] in ROW_DIMS
+        and query.shape[2] <= MAX_HEADS and query.shape[3] in KEY_DIMS
     )  # fmt: skip
 
 

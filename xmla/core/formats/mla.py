@@ -260,6 +260,8 @@ MLA_LAYOUTS = (
 
 # Dims of an entry as a value, in every layout: its first ones. The dims of attention's output.
 VALUE_DIMS = 512
+# Dims of an entry as a key, in some layout. The dims of attention's queries.
+KEY_DIMS = tuple(sorted({layout.dims for layout in MLA_LAYOUTS}))
 SCALE_FLOORS = ("scale", "amax")
 
 
