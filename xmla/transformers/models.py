@@ -205,41 +205,17 @@ def _part(layer: Any, whole: dict[str, Any], first: int, last: int) -> torch.Ten
 
 
 def _attention(own: Callable[..., Any], layer: _Layer) -> Callable[..., Any]:
-    """A forward that knows the pass's `indexer_loss` and `selections`; of many queries in parts without gradients.
-
-    Raises:
-        ArgumentError: One of them is something else, or does not fit the pass.
-        UnsupportedError: Another attention is given a `LatentCache` or `selections`; the model's indexers score other
-            keys than tokens'.
-    """
+    """A forward that knows the pass's `indexer_loss` and `selections`; of many queries in parts without gradients."""
     names = tuple(signature(own).parameters)[1:]
 
     @wraps(own)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         whole = dict(zip(names, args, strict=False)) | kwargs
-        x = whole["hidden_states"]
-        queries = x.shape[1]
-        losses, selections = whole.get("indexer_loss"), whole.get("selections")
         if self.config._attn_implementation != NAME:
-            latent = isinstance(whole.get("cache"), LatentCache)
-            for name, there in (("LatentCache", latent), ("selections", selections is not None)):
-                if there:
-                    raise UnsupportedError(
-                        f"{name}: the model attends by {self.config._attn_implementation!r}, supported: {NAME!r}"
-                    )
+            _check_own(self.config, whole)
             return own(self, *args, **kwargs)
-        for name, option, kind in (("indexer_loss", losses, IndexerLoss), ("selections", selections, Selections)):
-            if option is not None and not isinstance(option, kind):
-                raise ArgumentError(f"{name}: is {type(option).__name__}, expected {kind.__name__}")
-            if option is not None and not layer.keyed:
-                raise UnsupportedError(
-                    f"{name}: indexers of {self.config.model_type} score groups of tokens, supported are those that "
-                    "score tokens"
-                )
-        if selections is not None:
-            if losses is not None and losses.dense:
-                raise ArgumentError("selections: given with IndexerLoss(dense=True), which attends to all keys")
-            selections.check(self.layer_idx, whole["attention_mask"][:, 0], queries, whole.get("cache"))
+        queries = whole["hidden_states"].shape[1]
+        losses, selections = _options(self, layer, whole)
 
         def run(arguments: dict[str, Any], first: int, last: int) -> Any:
             chosen = None if selections is None or self.indexer is None else selections.of(self.layer_idx, first, last)
@@ -250,20 +226,59 @@ def _attention(own: Callable[..., Any], layer: _Layer) -> Callable[..., Any]:
 
         if losses is not None or torch.is_grad_enabled() or queries <= AT_ONCE:
             return run(whole, 0, queries)
-        if whole.get("cache") is None:
-            whole["cache"] = layer.cache(config=self.config)
-        out, handed_on = torch.empty_like(x), []
-        size = cdiv(queries, cdiv(queries, AT_ONCE))  # none has one token, which DeepSeek-V4 gives other entries
-        for first in range(0, queries, size):
-            last = min(first + size, queries)
-            a_token = {name: whole[name] for name in A_TOKEN if name in whole}
-            some = whole | tree_map_only(torch.Tensor, lambda x, part=slice(first, last): x[:, part], a_token)
-            some["attention_mask"] = layer.part(self, whole, first, last)
-            out[:, first:last], _, *selection = run(some, first, last)
-            handed_on.append(selection)
-        return out, None, *map(_joined, zip(*handed_on, strict=True))
+        return _in_parts(self, layer, whole, run)
 
     return forward
+
+
+def _check_own(config: Any, whole: dict[str, Any]) -> None:
+    """Raise UnsupportedError where another attention is given a `LatentCache` or `selections`."""
+    latent = isinstance(whole.get("cache"), LatentCache)
+    for name, there in (("LatentCache", latent), ("selections", whole.get("selections") is not None)):
+        if there:
+            raise UnsupportedError(f"{name}: the model attends by {config._attn_implementation!r}, supported: {NAME!r}")
+
+
+def _options(module: Any, layer: _Layer, whole: dict[str, Any]) -> tuple[IndexerLoss | None, Selections | None]:
+    """A pass's `indexer_loss` and `selections`.
+
+    Raises:
+        ArgumentError: One of them is something else, or does not fit the pass.
+        UnsupportedError: The model's indexers score other keys than tokens'.
+    """
+    losses, selections = whole.get("indexer_loss"), whole.get("selections")
+    for name, option, kind in (("indexer_loss", losses, IndexerLoss), ("selections", selections, Selections)):
+        if option is not None and not isinstance(option, kind):
+            raise ArgumentError(f"{name}: is {type(option).__name__}, expected {kind.__name__}")
+        if option is not None and not layer.keyed:
+            raise UnsupportedError(
+                f"{name}: indexers of {module.config.model_type} score groups of tokens, supported are those that "
+                "score tokens"
+            )
+    if selections is not None:
+        if losses is not None and losses.dense:
+            raise ArgumentError("selections: given with IndexerLoss(dense=True), which attends to all keys")
+        queries = whole["hidden_states"].shape[1]
+        selections.check(module.layer_idx, whole["attention_mask"][:, 0], queries, whole.get("cache"))
+    return losses, selections
+
+
+def _in_parts(module: Any, layer: _Layer, whole: dict[str, Any], run: Callable[..., Any]) -> tuple[Any, ...]:
+    """What attention gives of a pass, by `run` of some of its queries at a time."""
+    x = whole["hidden_states"]
+    queries = x.shape[1]
+    if whole.get("cache") is None:
+        whole["cache"] = layer.cache(config=module.config)
+    out, handed_on = torch.empty_like(x), []
+    size = cdiv(queries, cdiv(queries, AT_ONCE))  # none has one token, which DeepSeek-V4 gives other entries
+    for first in range(0, queries, size):
+        last = min(first + size, queries)
+        a_token = {name: whole[name] for name in A_TOKEN if name in whole}
+        some = whole | tree_map_only(torch.Tensor, lambda x, part=slice(first, last): x[:, part], a_token)
+        some["attention_mask"] = layer.part(module, whole, first, last)
+        out[:, first:last], _, *selection = run(some, first, last)
+        handed_on.append(selection)
+    return out, None, *map(_joined, zip(*handed_on, strict=True))
 
 
 def _joined(parts: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
