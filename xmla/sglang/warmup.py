@@ -6,7 +6,7 @@ that a runner has, at the sizes that its steps may have.
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -66,48 +66,62 @@ def most_tokens(context: int) -> int:
     return chunk if chunk is not None and chunk > 0 else max(get_schedule().max_prefill_tokens, context)
 
 
+def integers(tokens: int) -> Spec:
+    """One for each token."""
+    return Spec((tokens,), "int32")
+
+
+def query(tokens: int, heads: int, dim: int) -> dict[str, Spec]:
+    """Arguments of the indexer's logits that each token has."""
+    return {"q8": Spec((tokens, heads, dim), "float8_e4m3fn"), "weights": Spec((tokens, heads), "float32")}
+
+
+def paged_logits(pool: Spec, heads: int, requests: int, width: int, new: int = 1) -> Call:
+    """Logits over the pool [P, R, 132], of `new` tokens of each request, with a table of `width` pages."""
+    tokens, table = requests * new, Spec((requests, width), "int32")
+    pages = {"cache": pool, "block_table": table, "lengths": integers(tokens)}
+    called = query(tokens, heads, pool.shape[2] - 4) | pages
+    return Call("indexer_logits_paged", called, {"max_len": row_stride(width * pool.shape[1])})
+
+
+def ragged_logits(tokens: int, columns: int, heads: int, dim: int) -> Call:
+    """Logits over gathered keys."""
+    keys = row_stride(columns)
+    gathered = {"keys": Spec((keys, dim), "float8_e4m3fn"), "key_scales": Spec((keys,), "float32")}
+    ranges = {"starts": integers(tokens), "ends": integers(tokens)}
+    return Call("indexer_logits", query(tokens, heads, dim) | gathered | ranges, {}).with_unaligned()
+
+
+def select(tokens: int, columns: int, k: int, *more: str) -> Call:
+    """The selection from logits, which are rows of a wider array."""
+    logits = {"logits": Spec((tokens, columns), "float32", (row_stride(columns), 1)), "ends": integers(tokens)}
+    return Call("select_topk", logits | dict.fromkeys(more, integers(tokens)), {"k": k})
+
+
+def map_tokens(k: int, page: int) -> Call:
+    """The call of `map_slots` with a row of the table for each token."""
+    call = map_call(k, page)
+    return replace(call, specs={name: spec for name, spec in call.specs.items() if name != "request_ids"})
+
+
 def select_calls(pool: Spec, heads: int, k: int, sizes: Sizes, device: Device) -> Iterator[Call]:
     """Calls of SGLang's indexer over its pool [P, R, 132]."""
     page, dim = pool.shape[1], pool.shape[2] - 4
-
-    def query(tokens: int, heads: int) -> dict[str, Spec]:
-        shape = tokens, heads, dim
-        return {"q8": Spec(shape, "float8_e4m3fn"), "weights": Spec(shape[:2], "float32")}
-
-    def a_token(tokens: int) -> Spec:
-        return Spec((tokens,), "int32")
-
-    def select(tokens: int, columns: int, *more: str) -> Call:
-        logits = Spec((tokens, columns), "float32", (row_stride(columns), 1))
-        return Call(
-            "select_topk", {"logits": logits, "ends": a_token(tokens)} | dict.fromkeys(more, a_token(tokens)), {"k": k}
-        )
-
-    def mapped(*more: str) -> Call:
-        call = map_call(k, page)
-        return Call(call.op, {name: spec for name, spec in call.specs.items() if name not in more}, {"page_size": page})
-
-    yield mapped("request_ids")
-    yield mapped().with_unaligned()
-
+    yield map_tokens(k, page)
+    yield map_call(k, page).with_unaligned()
     for new, width in product(sorted({1, sizes.new}), around_powers_of_2(sizes.pages)):
         most = sizes.requests * (sizes.new if new == 1 else 1)  # drafted tokens as requests, or a request's in one call
         for count in token_counts(device, most) if width == sizes.pages else full_waves(device, most):
-            tokens, columns = count * new, width * page
-            table = {"cache": pool, "block_table": Spec((count, width), "int32"), "lengths": a_token(tokens)}
-            call = Call("indexer_logits_paged", query(tokens, heads) | table, {"max_len": row_stride(columns)})
+            call = paged_logits(pool, heads, count, width, new)
             # SGLang splits requests by the number of multiprocessors.
             yield call.with_unaligned() if device.num_sms % 4 else call
-            yield select(tokens, columns)
+            yield select(count * new, width * page, k)
     for tokens in full_waves(device, sizes.tokens):  # of prompts with at most k keys, of zeros in place of logits
         zeros = Spec((tokens, k), "float32")
-        yield Call("select_topk", {"logits": zeros, "ends": a_token(tokens)}, {"k": k})
+        yield Call("select_topk", {"logits": zeros, "ends": integers(tokens)}, {"k": k})
     for tokens, columns in product(full_waves(device, sizes.tokens), around_powers_of_2(sizes.keys)):
-        keys = row_stride(columns)
-        gathered = {"keys": Spec((keys, dim), "float8_e4m3fn"), "key_scales": Spec((keys,), "float32")}
-        rows = query(tokens, max(heads, LEAST_HEADS)) | gathered | {"starts": a_token(tokens), "ends": a_token(tokens)}
-        yield Call("indexer_logits", rows, {}).with_unaligned()
-        yield select(tokens, columns, "starts").with_unaligned()
+        yield ragged_logits(tokens, columns, max(heads, LEAST_HEADS), dim)
+        yield select(tokens, columns, k, "starts").with_unaligned()
 
 
 def attend_calls(

@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 
-from xmla.compat.deep_gemm import row_stride
 from xmla.core.formats.mla import PLAIN_V4
 from xmla.core.models import memory
-from xmla.core.models.base import Call, map_call
+from xmla.core.models.base import Call
 from xmla.core.models.steps import SPLIT_TOKENS, around_powers_of_2, full_waves, token_counts
 from xmla.core.values import Device, Spec, cdiv
-from xmla.sglang.warmup import Sizes, make_ready, most_tokens
+from xmla.sglang.warmup import Sizes, make_ready, map_tokens, most_tokens, paged_logits, ragged_logits, select
 from xmla.torch_api._arrays import device_of, spec_of
 
 PAGE = 256  # tokens, on which SGLang insists
@@ -59,35 +58,15 @@ def widths_of_entries(ratio: int, k: int, pages: int) -> list[int]:
 def select_calls(pool: Spec, heads: int, k: int, sizes: Sizes, device: Device) -> Iterator[Call]:
     """Calls of SGLang's indexer over its pool [P, R, 132], with a row of the page table for each token."""
     page, dim = pool.shape[1], pool.shape[2] - 4
-    ratio = PAGE // page
-
-    def query(tokens: int) -> dict[str, Spec]:
-        shape = tokens, heads, dim
-        return {"q8": Spec(shape, "float8_e4m3fn"), "weights": Spec(shape[:2], "float32")}
-
-    def a_token(tokens: int) -> Spec:
-        return Spec((tokens,), "int32")
-
-    def select(tokens: int, columns: int) -> Call:
-        logits = Spec((tokens, columns), "float32", (row_stride(columns), 1))
-        return Call("select_topk", {"logits": logits, "ends": a_token(tokens)}, {"k": k}).with_unaligned()
-
-    mapped = map_call(k, page)
-    pages = {name: spec for name, spec in mapped.specs.items() if name != "request_ids"}
-    yield Call(mapped.op, pages, {"page_size": page}).with_unaligned()
+    yield map_tokens(k, page).with_unaligned()
     for width in around_powers_of_2(sizes.pages):
-        columns = width * page
         for tokens in (token_counts if width == sizes.pages else full_waves)(device, sizes.tokens):
-            table = {"cache": pool, "block_table": Spec((tokens, width), "int32"), "lengths": a_token(tokens)}
-            call = Call("indexer_logits_paged", query(tokens) | table, {"max_len": row_stride(columns)})
-            yield call.with_unaligned()  # SGLang divides a step's rows by the memory of their logits
-            yield select(tokens, columns)
-    for tokens, columns in product(full_waves(device, sizes.tokens), around_powers_of_2(sizes.pages * PAGE // ratio)):
-        keys = row_stride(columns)
-        gathered = {"keys": Spec((keys, dim), "float8_e4m3fn"), "key_scales": Spec((keys,), "float32")}
-        rows = query(tokens) | gathered | {"starts": a_token(tokens), "ends": a_token(tokens)}
-        yield Call("indexer_logits", rows, {}).with_unaligned()
-        yield select(tokens, columns)
+            # SGLang divides a step's rows by the memory of their logits.
+            yield paged_logits(pool, heads, tokens, width).with_unaligned()
+            yield select(tokens, width * page, k).with_unaligned()
+    for tokens, columns in product(full_waves(device, sizes.tokens), around_powers_of_2(sizes.pages * page)):
+        yield ragged_logits(tokens, columns, heads, dim)
+        yield select(tokens, columns, k).with_unaligned()
 
 
 def attend_calls(
