@@ -24,7 +24,7 @@ import pytest
 import stand_ins
 import torch
 
-from xmla import UnsupportedError
+from xmla import UnsupportedError, layouts
 
 pytestmark = [
     pytest.mark.slow,
@@ -375,6 +375,14 @@ def test_what_is_not_there_is_told(sglang: SGLang, monkeypatch: pytest.MonkeyPat
         f"xmla.sglang: SGLang 0.6.0 has no {patches.KERNELS}.resolve_num_sms, which xmla replaces (ValueError: "
         f"'qwen3_asr' is already used by a Transformers config); {rest}"
     )
+
+
+def test_digests_are_of_the_pools_pages(sglang: SGLang) -> None:
+    """What a connector sends of a page: as many bytes as the digest says, of entries and of the indexer's keys."""
+    pool = Layer(sglang, True, "flashmla_kv", "flashmla_kv").pool
+    entries, keys = pool.get_key_buffer(0), pool.get_index_k_with_scale_buffer(0)
+    assert f";stride={PAGE * entries.stride(0)};" in layouts.digest("v32", PAGE)
+    assert f";stride={keys.stride(0)};" in layouts.digest("indexer_fp8_d128", PAGE)
 
 
 def test_the_refusal_is_where_the_indexer_is_made(sglang: SGLang) -> None:

@@ -24,7 +24,7 @@ import pytest
 import stand_ins
 import torch
 
-from xmla import UnsupportedError
+from xmla import UnsupportedError, layouts
 
 pytestmark = [
     pytest.mark.slow,
@@ -388,6 +388,15 @@ def test_every_change_is_made_everywhere(written: Engine) -> None:
     assert {patch.target for patch in patches.V4_PATCHES} <= HookRegistry._patched
     for name in ("topk_transform_paged", "topk_transform_paged_v2", "plan_topk_v2"):
         assert hasattr(getattr(indexer, name), "__wrapped__")
+
+
+def test_digests_are_of_the_pools_pages(written: Engine) -> None:
+    pool = written.pool
+    pages = {"window": (pool.swa_kv_pool, PAGE), "entries": (pool.kv_pools[4], PAGE // 4)}
+    for each, page in pages.values():
+        assert f";stride={each.get_key_buffer(0).stride(0)};" in layouts.digest("v4", page)
+    keys = pool.index_pools[4].get_index_k_with_scale_buffer(0)
+    assert f";stride={keys.stride(0)};" in layouts.digest("indexer_fp8_d128", PAGE // 4)
 
 
 def test_heads_of_a_rank_are_not_padded(written: Engine) -> None:

@@ -1,8 +1,8 @@
 """`python parts.py`: steps of the indexer with vLLM's own classes, in the interpreter, without an engine.
 
 Prints whether ranks that share a prefill's rows select what one does, which layers of a group find their selection
-mapped, the ops of steps whose selection no layer reads, whether fused writers leave fp4 entries to xmla, and how many
-values differ that vLLM's own kernels and `without_e4m3` quantise.
+mapped, the ops of steps whose selection no layer reads, whether fused writers leave fp4 entries to xmla, how many
+values differ that vLLM's own kernels and `without_e4m3` quantise, and the bytes of pages by vLLM's specs and digests.
 """
 
 import json
@@ -23,6 +23,7 @@ from vllm.v1.worker import workspace
 sys.path.extend(str(Path(__file__).parent.parent / folder) for folder in (".", "shared"))
 import test_vllm as steps
 
+from xmla import layouts
 from xmla import torch_api as xt
 from xmla.core.compile import interpreter
 from xmla.vllm import backend, fp4, indexer, without_e4m3
@@ -200,6 +201,51 @@ def quantized(interleaved: bool, cache: torch.dtype) -> list[int]:
     return [differing(*pair) for pair in (written, queries, of_v3, groups)]
 
 
+def page_bytes() -> dict[str, list[int]]:
+    """Of caches by the digest of their pages: bytes of a page by the spec of vLLM's layer, without and with padding."""
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+    from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
+    from vllm.models.deepseek_v4.attention import DeepseekV4Attention, DeepseekV4IndexerCache
+    from vllm.models.deepseek_v41.attention import DeepseekV4Attention as DeepseekV41Attention
+    from vllm.v1.attention.backends.mla.sparse_swa import DeepseekV4SWACache
+
+    def packed(dtype: str, **more: Any) -> SimpleNamespace:
+        return SimpleNamespace(
+            kv_cache_dtype=dtype, compress_ratio=4, head_dim=512, is_kv_source=True, indexer=None, sliding_window=None,
+            topk_buffer_width=8, non_causal_multi_token_decode=False, **more,
+        )  # fmt: skip
+
+    def keys(ratio: int) -> SimpleNamespace:
+        return SimpleNamespace(head_dim=132, dtype=torch.uint8, compress_ratio=ratio, cache_config=cache_config)
+
+    cache_config = SimpleNamespace(block_size=256, cache_dtype="fp8_ds_mla")
+    config: Any = SimpleNamespace(cache_config=cache_config, model_config=None)
+    v41 = {"compressed_bytes_per_token": 288, "kv_page_alignment": 512}
+    window = SimpleNamespace(
+        bounded_replay=False, block_size=64, head_dim=512, dtype=torch.uint8, window_size=128,
+        cache_config=cache_config, packed_bytes_per_token=584, packed_page_alignment=576,
+        packed_block_stride_alignment=None,
+    )  # fmt: skip
+    made: list[tuple[str, Any, Any]] = [
+        ("v32", MLAAttention, packed("fp8_ds_mla", head_size=576)),
+        ("nvfp4", MLAAttention, packed("nvfp4_ds_mla", head_size=576)),
+        ("v4", DeepseekV4Attention, packed("fp8_ds_mla")),
+        ("v4", DeepseekV4SWACache, window),
+        ("v41_fp4", DeepseekV41Attention, packed("nvfp4_ds_mla", **v41)),
+        ("indexer_fp8_d128", DeepseekV32IndexerCache, keys(1)),
+        ("indexer_fp8_d128", DeepseekV4IndexerCache, keys(4)),
+    ]
+    found = {}
+    for name, layer, told in made:
+        spec = layer.get_kv_cache_spec(told, config)
+        entries, stride = spec.num_states, spec.page_size_bytes
+        digest = layouts.digest(name, entries, page_stride=stride)
+        usual = {"stride": (str(stride), layouts.digest(name, entries).split("stride=")[1].split(";")[0])}
+        assert layouts.differences(digest, layouts.digest(name, entries)) in ({}, usual)
+        found[digest] = [spec.real_page_size_bytes, stride]
+    return found
+
+
 if __name__ == "__main__":
     workspace.init_workspace_manager(torch.device("cpu"))
     NONE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.FULL
@@ -212,6 +258,7 @@ if __name__ == "__main__":
                 quantized(interleaved, cache)
                 for interleaved, cache in product((False, True), (torch.uint8, torch.bfloat16))
             ],
+            "pages": page_bytes(),
             "dense": ops_of(True, 0, NONE, "attention"),
             "sparse": [
                 ops_of(False, 0, NONE, "attention"), ops_of(True, 1, NONE, "attention"), ops_of(True, 0, NONE, ""),

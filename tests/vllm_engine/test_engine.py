@@ -686,6 +686,11 @@ def test_steps_by_the_metadata_of_newer_releases(run: Callable[..., Any]) -> Non
     assert found["mapped"] == [False, True, False, False, True, False, False]
     assert found["written"]
     assert found["quantized"] == [[0, 0, 0, 0]] * 4
+    assert len(found["pages"]) == 6, found["pages"]
+    for digest, (whole, stride) in found["pages"].items():  # one decides what the other does
+        told = dict(field.split("=") for field in digest.split(";"))
+        entry = sum(int(part.partition(":")[2]) for part in told["parts"].replace("|", ",").split(","))
+        assert (whole, stride) == (int(told["page"]) * entry, int(told["stride"]))
     assert found["dense"] == ["write_indexer_cache"]
     assert found["sparse"] == [["indexer_topk", "indexer_topk_paged", "write_indexer_cache"]] * 5
 
