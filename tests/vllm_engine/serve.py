@@ -130,7 +130,7 @@ def serve(
     ranks: int = 1, interleave: int = 1, late: bool = False, beside: bool = False, invariant: bool = False,
     alone: bool = False, new: int = 5, blocks: int = 0, stages: int = 1, sleep: int = 0,
     offload: bool = False, shared: bool = False, apart: bool = False, ampere: bool = False, dspark: int = 0,
-    adaptive: bool = False, record: bool = False,
+    adaptive: bool = False, record: bool = False, plain: str = "",
 ) -> None:  # fmt: skip
     if invariant:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
@@ -184,6 +184,8 @@ def serve(
     preempted = preemptions()
     if shared:
         arguments["hf_overrides"] = {"index_topk_pattern": "FS"}
+    if plain:
+        arguments["kv_cache_dtype_skip_layers"] = [plain]
     if blocks:
         arguments["num_gpu_blocks_override"] = blocks
     if stages > 1:

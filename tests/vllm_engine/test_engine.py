@@ -152,6 +152,14 @@ def test_tokens_of_gathered_prefills(kernels: dict[str, Any], serve: Callable[..
     assert gathered["calls"]["sparse_mla"] > kernels["calls"]["sparse_mla"]
 
 
+@pytest.mark.skipif(OLD, reason="not tried with 0.26")
+def test_tokens_with_a_plain_layer_beside_a_packed_one(kernels: dict[str, Any], serve: Callable[..., Any]) -> None:
+    """kv_cache_dtype_skip_layers: its prefills attend to the cache, where those of the other layer are gathered."""
+    served = serve("--plain", "0", "--gather")
+    assert served["tokens"] == kernels["tokens"] and served["entries"] == [132, 576, 656]
+    assert 0 < served["calls"]["read_mla_cache"] < served["calls"]["read_indexer_cache"]
+
+
 @pytest.mark.parametrize("drafts", ["1", "7"])
 def test_tokens_with_drafts(drafts: str, kernels: dict[str, Any], serve: Callable[..., Any]) -> None:
     """The tokens of a request together; but seven drafts one by one before 0.33.

@@ -114,7 +114,7 @@ class XmlaSparseMetadataBuilder(SparseMLACommonMetadataBuilder[XmlaSparseMetadat
         super().__init__(*args, **kwargs)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True, supports_dcp_with_varlen=True)
         heads = self.model_config.get_num_attention_heads(self.vllm_config.parallel_config)
-        packed = self.vllm_config.cache_config.cache_dtype in PACKED
+        packed = self.kv_cache_spec.dtype == torch.uint8  # kv_cache_dtype_skip_layers leaves other layers plain
         self.gathers = packed and rows_are_faster(heads) and self.dcp_world_size == 1 and not is_batch_invariant()
         self.supports_draft_decode_metadata_update = self.dcp_world_size == 1  # read since 0.33
 
