@@ -459,6 +459,9 @@ def configured(
                     backend=SimpleNamespace(name="FLASHMLA_MEGA_ATTN_DSV41")), "FLASHMLA_MEGA_ATTN_DSV41"),
         (configured({"model_type": "deepseek_v4", "index_topk": 512}, cache="nvfp4_ds_mla"),
          "nvfp4_ds_mla of DeepSeek-V4"),
+        (configured({"model_type": "deepseek_v41", "index_topk": 512}, cache="nvfp4_ds_mla",
+                    backend=SimpleNamespace(name="FLASHMLA_SPARSE_DSV41")),
+         "nvfp4_ds_mla of DeepSeek-V4.1 on this GPU with vLLM's own attention"),
         (configured(indexer_kv_dtype="mxfp4"), "MXFP4 keys of the indexer"),
         (configured(indexer_kv_dtype="bf16", use_fp4_indexer_cache=True), "MXFP4 keys of the indexer"),
         (configured(prefill_context_parallel_size=2, use_ubatching=True),
@@ -469,6 +472,7 @@ def configured(
 def test_a_configuration_that_is_not_served_is_refused(config: Any, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it is known before weights are loaded, and whatever backend of attention is named."""
     monkeypatch.setattr(refusals, "version", lambda _: "0.33.0")
+    monkeypatch.setattr(refusals, "key_format", lambda: "fp8")
     refuse(unserved(configured(cache="nvfp4_ds_mla")))
     for model in (*({"model_type": kind, "index_topk": 512} for kind in ("deepseek_v4", "deepseek_v41", "glm")), None):
         refuse(unserved(configured(model)))

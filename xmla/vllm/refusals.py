@@ -39,7 +39,7 @@ def unserved(config: Any) -> dict[str, bool]:
     if not has_indexer(config):
         return {}
     invariant, architecture = is_batch_invariant(), config.model_config.architecture
-    fp4 = has_fp4_entries(config)
+    fp4, named = has_fp4_entries(config), getattr(attention.backend, "name", "CUSTOM")
     return {
         # Its layers may take attention of their own beside xmla's indexer, as Dots3-Note's do.
         f"the architecture {architecture}": architecture not in SERVED,
@@ -59,8 +59,14 @@ def unserved(config: Any) -> dict[str, bool]:
         "logits of DeepSeek-V4.1's blocks alone (indexer_sparse_logits)": getattr(
             attention, "indexer_sparse_logits", False
         ),
+        # `patches` takes vLLM's own refusal away, whose kernels read these entries on sm_100 alone, where keys have
+        # scales of their own.
+        "nvfp4_ds_mla of DeepSeek-V4.1 on this GPU with vLLM's own attention": fp4
+        and model.model_type == "deepseek_v41"
+        and named != "CUSTOM"
+        and key_format() == "fp8",
         # Its entries of 288 bytes have windows of 528 beside them, where `patches` makes vLLM store V4's.
-        "FLASHMLA_MEGA_ATTN_DSV41": getattr(attention.backend, "name", None) == "FLASHMLA_MEGA_ATTN_DSV41",
+        "FLASHMLA_MEGA_ATTN_DSV41": named == "FLASHMLA_MEGA_ATTN_DSV41",
         # 0.26 has a switch of its own for them.
         "MXFP4 keys of the indexer": attention.indexer_kv_dtype == "mxfp4"
         or getattr(attention, "use_fp4_indexer_cache", False),
