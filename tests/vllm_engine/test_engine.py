@@ -527,7 +527,8 @@ def test_v4_tokens_with_drafts(v4_kernels: dict[str, Any], serve: Callable[..., 
 
 
 @pytest.mark.skipif(OLD, reason="not served before 0.33")
-@pytest.mark.parametrize(("name", "options"), [("v4", ()), ("v4", ("--adaptive",)), ("v41", ())])
+@pytest.mark.parametrize("name", ["v4", "v41"])
+@pytest.mark.parametrize("options", [(), ("--adaptive",)])
 def test_tokens_that_dspark_drafts(
     name: str, options: tuple[str, ...], undrafted: Callable[[str], Any], serve: Callable[..., Any],
     models: dict[str, Path],
