@@ -137,7 +137,8 @@ def test_a_worker_records_where_it_is_asked(monkeypatch: pytest.MonkeyPatch, tmp
     """Rows are saved by layers; ranks that record nothing save none."""
     Base = type("Base", (), {"compile_or_warm_up_model": lambda _: "warm", "execute_model": lambda _, step: step})
     engine = Engine()
-    worker = recording.with_recording(Base)()
+    recording.record_in(Base)
+    worker: Any = Base()
     with pytest.raises(ArgumentError, match="nothing is recorded, expected XMLA_SELECTIONS_GIB"):
         worker.save_selections("a", 1, str(tmp_path))
     monkeypatch.setattr(recording.settings, "selections_gib", 1.0)

@@ -82,9 +82,15 @@ TAKES |= {
 }
 
 
+# Methods of vLLM's worker that are replaced.
+OF_WORKERS = "load_model", "determine_available_memory", "compile_or_warm_up_model", "execute_model"
+
+
 def stand_in(name: str) -> Any:
     """A function, or a class, that can be patched."""
-    return type(name, (), {}) if name in CLASSES else taking(name, *TAKES.get(name, ()))
+    if name not in CLASSES:
+        return taking(name, *TAKES.get(name, ()))
+    return type(name, (), {method: taking(method, "self") for method in OF_WORKERS if name == "Worker"})
 
 
 def taking(name: str, *parameters: str, **defaults: Any) -> Any:
@@ -221,6 +227,24 @@ def test_a_model_that_was_imported_before_is_told(plugin: Plugin, monkeypatch: p
     monkeypatch.setitem(sys.modules, early.__name__, early)
     message = r"^xmla\.vllm: vllm\.models\.early imported vLLM's sparse_attn_indexer before the plugin$"
     with pytest.raises(UnsupportedError, match=message):
+        plugin.patches.install("0.33.0")
+
+
+def test_a_worker_of_a_users_that_was_made_before_is_changed_too(plugin: Plugin, cuda: bool) -> None:
+    """Its refusals would else be lost without a word."""
+    worker = plugin.modules["vllm.v1.worker.gpu_worker"].Worker
+    own = type("OwnWorker", (worker,), {})
+    plugin.patches.install("0.33.0")
+    whose = {getattr(own, method).__module__.partition(".")[0] for method in OF_WORKERS}
+    assert whose == ({"xmla"} if cuda else {__name__})
+
+
+def test_a_worker_without_a_method_is_told(plugin: Plugin, cuda: bool) -> None:
+    del plugin.modules["vllm.v1.worker.gpu_worker"].Worker.execute_model
+    if not cuda:  # nothing of it is replaced
+        return
+    told = r"vLLM 0\.33\.0 has no vllm\.v1\.worker\.gpu_worker\.Worker, which xmla replaces \(.*'execute_model'\); "
+    with pytest.raises(UnsupportedError, match=told):
         plugin.patches.install("0.33.0")
 
 

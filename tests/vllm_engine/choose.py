@@ -27,9 +27,15 @@ from vllm.platforms.interface import DeviceCapability  # noqa: E402
 from vllm.transformers_utils.config import get_config, get_hf_text_config  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
 from vllm.v1.attention.selector import AttentionSelectorConfig  # noqa: E402
+from vllm.v1.worker.gpu_worker import Worker  # noqa: E402
 
 from xmla import UnsupportedError  # noqa: E402
 from xmla.vllm import patches, refusals  # noqa: E402
+
+
+class OwnWorker(Worker):
+    """A worker of a user's, for `--worker-cls`, whose module is imported before vLLM loads plugins."""
+
 
 CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
 # Of models that 0.33 has and 0.26 has not, as their checkpoints say it, which nest the text model.
@@ -303,10 +309,9 @@ def choose() -> None:
         config.parallel_config.enable_dbo = True
         found["micro-batches"] = refused((9, 0), cases["fp8"])
         found["graphs"] = [v4_graphs(each, config) for each in versions]
-    from vllm.v1.worker import gpu_worker
-
-    found["worker"] = [each.__module__ for each in gpu_worker.Worker.__mro__[:3]]
-    found["start"] = refused_at_start(config, gpu_worker.Worker)
+    found["start"] = refused_at_start(config, OwnWorker)
+    names = "load_model", "determine_available_memory", "compile_or_warm_up_model", "execute_model", "save_selections"
+    found["worker"] = {name: getattr(OwnWorker, name).__module__ for name in names}
     if Version(version("vllm")) >= Version("0.33"):
         found["invariant"] = kernels_by_tokens()
     print(json.dumps(found))

@@ -101,7 +101,9 @@ def make_worker() -> type:
         batch_invariant.bmm_batch_invariant = batch_invariant.bmm_out_batch_invariant = exact_bmm
     block_table.BlockTables.compute_slot_mappings = slots_of_rank(block_table.BlockTables.compute_slot_mappings)
 
-    class Worker(recording.with_recording(CPUWorker)):
+    recording.record_in(CPUWorker)
+
+    class Worker(CPUWorker):
         sleep, wake_up = GpuWorker.sleep, GpuWorker.wake_up
         _maybe_get_memory_pool_context = sleeping.pool
 

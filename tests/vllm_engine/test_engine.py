@@ -623,7 +623,9 @@ def test_where_vllm_takes_it(run: Callable[..., Any]) -> None:
     assert all("non-sparse not supported" in reasons for reasons in refused["dense"].values())
     assert refused["another"].startswith("No valid attention backend found"), refused["another"]
     assert "CUSTOM: [PCP not supported]" in refused["another"]
-    assert refused["worker"] == ["xmla.vllm.recording", "xmla.vllm.warmup", "vllm.v1.worker.gpu_worker"]
+    whose = {"load_model": "warmup", "determine_available_memory": "warmup"}
+    whose |= dict.fromkeys(("compile_or_warm_up_model", "execute_model", "save_selections"), "recording")
+    assert refused["worker"] == {name: f"xmla.vllm.{module}" for name, module in whose.items()}
     versions = ["v4"] if OLD else ["v4", "v41"]
     assert refused["graphs"] == ["UNIFORM_BATCH"] * len(versions)  # not of a step with decodes and prefills
     own, ours = "DeepseekV4FlashMLAAttention", {"v4": "XmlaV4Attention", "v41": "XmlaV41Attention"}

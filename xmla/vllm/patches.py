@@ -130,7 +130,7 @@ def without_deep_gemm(outputs: Callable[..., Any]) -> Callable[..., Any]:
     return hc_prenorm_gemm_outputs
 
 
-def patch_worker(worker: type) -> type:
+def change_worker(worker: type) -> type:
     """vLLM's worker, which changes what is for one model or one mode alone before it loads a model."""
 
     def prepare(config: Any) -> None:
@@ -143,7 +143,9 @@ def patch_worker(worker: type) -> type:
         if has_indexer(config) and is_batch_invariant():
             apply_all(INVARIANCE_PATCHES, version("vllm"))
 
-    return recording.with_recording(warmup.with_warmup(worker, prepare))
+    warmup.warm_up_in(worker, prepare)
+    recording.record_in(worker)
+    return worker
 
 
 PATCHES = (
@@ -190,7 +192,7 @@ PATCHES = (
     ),
     # It has the configuration before weights are loaded, for refusals, and its own warm-up knows nothing of xmla's
     # kernels, which a first step would wait for. The last: it imports models.
-    Patch("vllm.v1.worker.gpu_worker", "Worker", patch_worker, on_gpu=True),
+    Patch("vllm.v1.worker.gpu_worker", "Worker", change_worker, on_gpu=True),
 )
 # For GLM-5.3-Flash, made before such a model is: the package imports all that its images need.
 POOL_PATCHES = (
@@ -256,10 +258,15 @@ def apply_all(patches: tuple[Patch, ...], release: str) -> None:
 
 
 def apply(patch: Patch, release: str) -> None:
-    """Make a change. Raises UnsupportedError if the function that is replaced is not there, or takes other things."""
+    """Make a change.
+
+    Raises:
+        UnsupportedError: The function that is replaced is not there, or takes other things, or a class lacks a method.
+    """
     try:
         module = importlib.import_module(patch.module)
         original = getattr(module, patch.name)
+        replaced = patch.replace(original)
     except (ImportError, AttributeError) as error:
         raise UnsupportedError(
             f"xmla.vllm: vLLM {release} has no {patch.module}.{patch.name}, which xmla replaces ({error}); {OTHERWISE}"
@@ -267,4 +274,4 @@ def apply(patch: Patch, release: str) -> None:
     if patch.takes and (actual := tuple(inspect.signature(original).parameters))[: len(patch.takes)] != patch.takes:
         difference = contract.differing(f"{patch.module}.{patch.name}", release, actual, patch.takes)
         raise UnsupportedError(f"xmla.vllm: {difference}; {OTHERWISE}")
-    setattr(module, patch.name, patch.replace(original))
+    setattr(module, patch.name, replaced)

@@ -146,35 +146,39 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def with_recording(worker: type) -> type:
-    """vLLM's worker, which records what its layers select where XMLA_SELECTIONS_GIB asks for it."""
+def record_in(worker: Any) -> None:
+    """Let vLLM's worker record what its layers select where XMLA_SELECTIONS_GIB asks for it.
 
-    class Worker(worker):
-        xmla_recording: Recording | None = None
+    Methods are replaced, not the class, from which a user's own worker may have been derived before.
+    """
+    warm_up, execute = worker.compile_or_warm_up_model, worker.execute_model
 
-        def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
-            self.xmla_recording = start(self)  # before graphs are captured
-            return super().compile_or_warm_up_model(*args, **kwargs)
+    def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.xmla_recording = start(self)  # before graphs are captured
+        return warm_up(self, *args, **kwargs)
 
-        def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.xmla_recording is not None:
-                self.xmla_recording.follow(scheduler_output)
-            return super().execute_model(scheduler_output, *args, **kwargs)
+    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.xmla_recording is not None:
+            self.xmla_recording.follow(scheduler_output)
+        return execute(self, scheduler_output, *args, **kwargs)
 
-        def save_selections(self, request_id: str, tokens: int, folder: str) -> list[int]:
-            """Save what each layer selected for the first tokens of a request, once, and return the layers' numbers.
+    worker.xmla_recording = None
+    for method in (compile_or_warm_up_model, execute_model, save_selections):
+        setattr(worker, method.__name__, method)
 
-            A layer's is [tokens, index_topk] int32, in the folder's file of its number, such as 3.npy. vLLM hands no
-            arrays from its processes to a program.
 
-            Raises:
-                ArgumentError: Nothing is recorded, or not so much of this request.
-            """
-            if not settings.selections_gib:
-                raise ArgumentError("save_selections: nothing is recorded, expected XMLA_SELECTIONS_GIB")
-            rows = {} if self.xmla_recording is None else self.xmla_recording.take(request_id, tokens)
-            for layer, each in rows.items():
-                np.save(Path(folder, f"{layer}.npy"), each)
-            return [*rows]
+def save_selections(self: Any, request_id: str, tokens: int, folder: str) -> list[int]:
+    """Save what each layer selected for the first tokens of a request, once, and return the layers' numbers.
 
-    return Worker
+    A worker's method. A layer's is [tokens, index_topk] int32, in the folder's file of its number, such as 3.npy. vLLM
+    hands no arrays from its processes to a program.
+
+    Raises:
+        ArgumentError: Nothing is recorded, or not so much of this request.
+    """
+    if not settings.selections_gib:
+        raise ArgumentError("save_selections: nothing is recorded, expected XMLA_SELECTIONS_GIB")
+    rows = {} if self.xmla_recording is None else self.xmla_recording.take(request_id, tokens)
+    for layer, each in rows.items():
+        np.save(Path(folder, f"{layer}.npy"), each)
+    return [*rows]

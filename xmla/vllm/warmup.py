@@ -283,32 +283,34 @@ def calls(config: Any, device: Device) -> Iterator[Call]:
                 yield from pool_calls(pool, *selected, kpool, sizes, device)
 
 
-def with_warmup(worker: type, prepare: Callable[[Any], None]) -> type:
-    """vLLM's worker, which refuses and prepares before it loads weights, and compiles before it captures graphs.
+def warm_up_in(worker: Any, prepare: Callable[[Any], None]) -> None:
+    """Let vLLM's worker refuse and prepare before it loads weights, and compile before it captures graphs.
 
-    What its memory profile compiles is not refused. `prepare` gets the engine's configuration.
+    What its memory profile compiles is not refused. `prepare` gets the engine's configuration. Methods are replaced,
+    not the class, from which a user's own worker may have been derived before.
     """
     from vllm.logger import init_logger
 
     log = init_logger("vllm.xmla")
+    load, profile, warm_up = worker.load_model, worker.determine_available_memory, worker.compile_or_warm_up_model
 
-    class Worker(worker):
-        def load_model(self, *args: Any, **kwargs: Any) -> Any:
-            refuse(unserved(self.vllm_config))
-            if (option := unused(self.vllm_config)) is not None:
-                log.warning("xmla: %s is not used, the indexer's keys are selected by xmla", option)
-            prepare(self.vllm_config)
-            return super().load_model(*args, **kwargs)
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        refuse(unserved(self.vllm_config))
+        if (option := unused(self.vllm_config)) is not None:
+            log.warning("xmla: %s is not used, the indexer's keys are selected by xmla", option)
+        prepare(self.vllm_config)
+        return load(self, *args, **kwargs)
 
-        def determine_available_memory(self, *args: Any, **kwargs: Any) -> Any:
-            with compiling_allowed():  # it captures graphs over small caches
-                return super().determine_available_memory(*args, **kwargs)
+    def determine_available_memory(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with compiling_allowed():  # it captures graphs over small caches
+            return profile(self, *args, **kwargs)
 
-        def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
-            device = device_of(self.device)
-            ready = make_engine_ready(calls(self.vllm_config, device), device, self.device.index)
-            if ready.specializations:
-                log.info("xmla: %d kernels are ready, after %.1f s", len(ready.specializations), ready.seconds)
-            return super().compile_or_warm_up_model(*args, **kwargs)
+    def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        device = device_of(self.device)
+        ready = make_engine_ready(calls(self.vllm_config, device), device, self.device.index)
+        if ready.specializations:
+            log.info("xmla: %d kernels are ready, after %.1f s", len(ready.specializations), ready.seconds)
+        return warm_up(self, *args, **kwargs)
 
-    return Worker
+    for method in (load_model, determine_available_memory, compile_or_warm_up_model):
+        setattr(worker, method.__name__, method)
