@@ -770,10 +770,20 @@ def test_warmup_of_attention(heads: int, invariant: bool, page: int, sinks: bool
     impl = SimpleNamespace(
         query_heads=heads, topk_indices_buffer=torch.empty(1, 2048), scale=0.1, invariant=invariant,
         gathers=device.arch == 90 and not invariant, layouts=(V32, PLAIN), compact=False,
-        sinks=torch.empty(heads) if sinks else None,
+        sinks=torch.empty(heads) if sinks else None, q_lora_rank=1536,
     )  # fmt: skip
     pool, rows = (memory.pool(layout, 40000, page) for layout in (V32, PLAIN))
     found = specializations(warmup.attend_calls(impl, pool, SIZES, device), device)
+
+    def write() -> Call:
+        """Roped dims that vLLM has rotated in the rows of its projection, or copied."""
+        tokens = any_size(rng, SIZES.tokens)
+        rope = Spec((tokens, 64), "bfloat16", (1536 + 576, 1) if rng.random() < 0.5 else None)
+        specs = {"latent": Spec((tokens, 512), "bfloat16"), "rope": rope, "slots": Spec((tokens,), "int64")}
+        return Call("write_mla_cache", specs | {"cache": pool}, {"scale_floor": "amax"})
+
+    missing = unlisted(device, found, write)
+    assert not missing, missing[0]
 
     def attend() -> Call:
         q = Spec((any_size(rng, SIZES.tokens), heads, PLAIN.dims), "bfloat16")
@@ -951,7 +961,7 @@ def test_what_vllm_would_quantize_is_compiled(packed: bool, device: str, monkeyp
 
     impl = SimpleNamespace(
         query_heads=heads, topk_indices_buffer=torch.empty(1, 2048), scale=0.1, invariant=False, gathers=False,
-        layouts=(V32, PLAIN), compact=False, sinks=None,
+        layouts=(V32, PLAIN), compact=False, sinks=None, q_lora_rank=96,
     )  # fmt: skip
     listed = [*warmup.attend_calls(impl, spec_of(cache), FEW, a100), *warmup.quantize_calls(spec_of(keys), heads)]
     found = {*specializations(listed, a100)}

@@ -174,6 +174,7 @@ class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
             kwargs["index_group_builder"] = builder
         super().__init__(*args, **kwargs)
         self.sinks = sinks  # [H] float32, of this rank's heads
+        self.q_lora_rank = kwargs.get("q_lora_rank")
         if sinks is not None:
             refuse({"decode context parallelism of a model with sinks": self.dcp_world_size > 1})
             self.supports_dense_mha_prefill = False  # it has none

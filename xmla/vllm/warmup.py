@@ -194,8 +194,10 @@ def attend_calls(impl: Any, cache: Spec, sizes: Sizes, device: Device) -> Iterat
     attrs = {"softmax_scale": impl.scale, "batch_invariant": impl.invariant}
     rows = impl.layouts[-1]
     strides = (rows.dims, 1) if rows.rope_in_value else None  # one array's columns, of which one row is dense
-    for tokens in (1, 2):
-        latent, rope = (Spec((tokens, dims), "bfloat16", strides) for dims in (rows.latent, rows.rope))
+    projected = (impl.q_lora_rank or 0) + rows.dims  # in whose rows vLLM may rotate
+    roped = (strides,) if rows.rope_in_value else (None, (projected, 1))
+    for tokens, place in product((1, 2), roped):
+        latent, rope = Spec((tokens, rows.latent), "bfloat16", strides), Spec((tokens, rows.rope), "bfloat16", place)
         written = {"latent": latent, "rope": rope, "slots": Spec((tokens,), "int64"), "cache": cache}
         yield Call("write_mla_cache", written, {"scale_floor": "amax"})
     if not device.converts_e4m3 and rows is PLAIN:  # in `without_e4m3`
