@@ -41,7 +41,7 @@ AT_FLOORS = $(wildcard tests/test_torch*.py tests/test_transformers*.py tests/te
 FAST = tests/core tests/contract/test_8_wrong_arguments.py tests/test_parity.py tests/test_layouts.py \
   tests/test_formats.py
 
-.PHONY: demo test test-fast test-plain jax floors vllm sglang maxtext fuzz matrix mutants planted lint types docs pages report wheel release clean
+.PHONY: demo test test-fast test-plain jax floors vllm sglang maxtext trainers fuzz matrix mutants planted lint types docs pages report wheel release clean
 test: $(READY)
 	$(if $(ALL),XMLA_ALL=1) $(ENV) $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup $(if $(ALL),--timeout 7200)
 
@@ -78,6 +78,15 @@ maxtext: build/maxtext/$(MAXTEXT)/ready
 
 build/maxtext/%/ready: tests/maxtext_layer/requirements.txt $(READY)
 	$(PYTHON) -m pip install --quiet --no-deps --target build/maxtext/$* maxtext==$* --requirement $<
+	touch $@
+
+# Layers of NeMo AutoModel, forward and backward, by its code and by the adapters, and verl's configuration of a model,
+# in the interpreter (300 MB).
+trainers: build/trainers/ready
+	$(ENV) PYTHONPATH=build/trainers $(PYTHON) -m pytest tests/trainers
+
+build/trainers/ready: tests/trainers/requirements.txt $(READY)
+	$(PYTHON) -m pip install --quiet --no-deps --target build/trainers --requirement $<
 	touch $@
 
 # The tests that take JAX, and its programs in documents and examples, with each release that is served, or those that

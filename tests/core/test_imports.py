@@ -196,14 +196,18 @@ def test_no_other_file_knows_an_op_by_name() -> None:
             assert getattr(node, "attr", named) not in ops, f"{file}:{getattr(node, 'lineno', 0)}: {ast.unparse(node)}"
 
 
-# Peers and engines, which only their own environments have.
-ELSEWHERE = {"jla", "playwright", "sglang", "tokamax", "vllm"}
+# Peers, engines and trainers, which only their own environments have.
+ELSEWHERE = {"jla", "nemo_automodel", "playwright", "sglang", "tokamax", "verl", "vllm", "xtuner"}
 
 
 def test_programs_that_seldom_run_import_what_is_there() -> None:
     """Engines' tests run in environments of their own: a module that has moved is not missed before."""
     folders = [ROOT / name for name in ("benchmarks", "docs", "examples", "tests", "tools")]
-    beside = [ROOT, *(ROOT / "tests" / name for name in ("", "shared", "parallel", "vllm_engine"))]
+    beside = [
+        ROOT,
+        *(ROOT / "tests" / name for name in ("", "shared", "parallel", "vllm_engine")),
+        ROOT / "examples/trainers",
+    ]
     missing = []
     for file in (file for folder in folders for file in folder.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
