@@ -245,6 +245,39 @@ def test_other_models_are_refused_by_name(config: type) -> None:
         models.mask(1, 4, 4, config=config())
 
 
+@pytest.mark.parametrize("kind", SERVED)
+def test_probabilities_are_refused(kind: str, device: str) -> None:
+    """Before any launch; without them the tuple of layers was empty."""
+    model, tokens = build(kind, device), text(device, 1, 8)
+    message = "output_attentions is True, supported: False; attention's probabilities are not made, attn_impl"
+    with pytest.raises(UnsupportedError, match=message):
+        logits(model, "xmla", tokens, output_attentions=True)
+    with pytest.raises(UnsupportedError, match=message):
+        model.generate(tokens, max_new_tokens=2, return_dict_in_generate=True, output_attentions=True)
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_weights_that_hooks_bring(kind: str, device: str) -> None:
+    """accelerate keeps them elsewhere, and the modules have none of their own before they are called."""
+    accelerate = pytest.importorskip("accelerate")
+    model, tokens = build(kind, device), text(device, 1, 21)
+    own = logits(model, "xmla", tokens)
+    brought = logits(accelerate.cpu_offload(model, execution_device=torch.device(device)), "xmla", tokens)
+    assert distance(brought, own, torch.ones_like(own).bool()) < 0.005
+
+
+def test_an_exported_pass(device: str) -> None:
+    """With a mask of tokens it has the bits of the model; without one the positions of packed texts are looked at."""
+    model, tokens = build("deepseek_v32", device, num_hidden_layers=1), text(device)
+    given = {"input_ids": tokens, "use_cache": False}
+    with torch.no_grad():
+        with pytest.raises(UnsupportedError, match=r"torch\.export of a mask whose values are looked at, supp"):
+            torch.export.export(model, (), given, strict=False)
+        given |= padded(tokens, "left")
+        exported = torch.export.export(model, (), given, strict=False).module()(**given)
+        assert torch.equal(exported.logits, model(**given).logits)
+
+
 def test_what_is_not_served_is_refused(device: str) -> None:
     model, tokens = build("deepseek_v32", device), text(device, 1, 8)
     with pytest.raises(UnsupportedError, match=r"attention_mask is torch\.float32 of shape \(1, 8, 8\)"):

@@ -171,8 +171,9 @@ def test_what_is_not_served_is_refused(device: str) -> None:
         mask = torch.ones_like(tokens)
         mask[0, 3] = 0
         logits(model, tokens, attention_mask=mask)
-    with pytest.raises(UnsupportedError, match=r"the model is torch\.float32, supported are bfloat16"):
-        logits(copy.deepcopy(model).float(), tokens)
+    for dtype in (torch.float32, torch.float64):
+        with pytest.raises(UnsupportedError, match=rf"the model is {dtype}, supported are bfloat16 and float16"):
+            logits(copy.deepcopy(model).to(dtype), tokens)
     with pytest.raises(UnsupportedError, match=r"head_dim is 128, supported: 512"):
         logits(build(KIND, device, head_dim=128), tokens)
     first_layer(model).attention_dropout = 0.1

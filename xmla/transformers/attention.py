@@ -67,18 +67,18 @@ def attend(
     return indexer_loss.joined(module, out, q, rows, slots, lse, scale), None
 
 
-def of_16_bits(query: torch.Tensor) -> torch.Tensor:
-    """Queries in the dtype that kernels multiply: the model's, or that of autocast.
+def of_16_bits(projected: torch.Tensor) -> torch.Tensor:
+    """What a layer projects, in the dtype that kernels multiply: the model's, or that of autocast.
 
     Raises:
         UnsupportedError: It is another than bfloat16 and float16.
     """
-    query = autocast(query)
-    if query.dtype not in (torch.bfloat16, torch.float16):
+    projected = autocast(projected)
+    if projected.dtype not in (torch.bfloat16, torch.float16):
         raise UnsupportedError(
-            f"xmla.transformers: the model is {query.dtype}, supported are bfloat16 and float16, also by autocast"
+            f"xmla.transformers: the model is {projected.dtype}, supported are bfloat16 and float16, also by autocast"
         )
-    return query
+    return projected
 
 
 def autocast(x: torch.Tensor) -> torch.Tensor:
@@ -98,13 +98,17 @@ def _up(module: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         UnsupportedError: There is dropout in it, which is of tokens.
     """
     linear = module.kv_b_proj
-    hooked = linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear)
-    if type(linear) is nn.Linear and not hooked:
+    if type(linear) is nn.Linear and not hooked(linear):
         return linear.weight
     for each in linear.modules():
         if isinstance(each, nn.Dropout) and each.training and each.p:
             raise UnsupportedError(f"xmla.transformers: kv_b_proj has an adapter's dropout of {each.p}, supported: 0")
     return linear(torch.eye(module.kv_lora_rank, dtype=dtype, device=device)).T
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether a call of a module is more than its class's forward, which may change its weight or bring it."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 def slots_of(indices: torch.Tensor, apart: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from transformers.masking_utils import and_masks, padding_mask_function, prepare
 
 from xmla import torch_api as xt
 from xmla.core.errors import UnsupportedError
-from xmla.transformers.attention import autocast, flat, of_16_bits, slots_of
+from xmla.transformers.attention import autocast, flat, hooked, of_16_bits, slots_of
 from xmla.transformers.masks import Visible, bounds
 from xmla.transformers.selection import Keys, select
 
@@ -137,9 +137,9 @@ def _entries(module: Any, name: str, hidden_states: torch.Tensor, cache: Any, la
     """All entries so far, [B, T, D], of which the cache keeps those that came before.
 
     Raises:
-        UnsupportedError: The cache has no place for entries.
+        UnsupportedError: The cache has no place for entries, or the model another dtype than bfloat16 and float16.
     """
-    kv, gate = module.kv_proj(hidden_states), module.gate_proj(hidden_states)
+    kv, gate = of_16_bits(module.kv_proj(hidden_states)), module.gate_proj(hidden_states)
     if cache is None:
         whole = kv.shape[1] // module.compress_rate * module.compress_rate
         return _compressed(module, kv[:, :whole], gate[:, :whole], 0)
@@ -186,9 +186,17 @@ def _compressed(module: Any, kv: torch.Tensor, gate: torch.Tensor, first: int) -
     norm = module.kv_norm
     rows = xt.compress_rows(
         kv.flatten(0, 1), gate.flatten(0, 1), module.position_bias.float(), positions.repeat(batch),
-        norm.weight, eps=norm.variance_epsilon,
+        _weight(norm, kv.device), eps=norm.variance_epsilon,
     )  # fmt: skip
     ratio = module.compress_rate
     entries = rows.view(batch, tokens // ratio, ratio, -1)[:, :, -1:]
     starts = positions[None, ::ratio].expand(batch, -1)
     return _rotated(module, entries, entries, starts)[:, :, 0].to(kv.dtype)
+
+
+def _weight(norm: Any, device: torch.device) -> torch.Tensor:
+    """The weight [D] of a norm: its own, or if hooks bring it from elsewhere what becomes of ones."""
+    if not hooked(norm):
+        return norm.weight
+    ones = torch.ones(norm.weight.shape, dtype=torch.float32, device=device)
+    return norm(ones).float() * (1 + norm.variance_epsilon) ** 0.5

@@ -119,8 +119,13 @@ def bounds(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Starts and ends [B, S] of the keys that a mask [B, S, N] has.
 
     Raises:
-        UnsupportedError: A query's keys are no range.
+        UnsupportedError: A query's keys are no range, or the pass is exported, in which nobody can look at values.
     """
+    if torch.compiler.is_exporting():
+        raise UnsupportedError(
+            "xmla.transformers: torch.export of a mask whose values are looked at, supported: attention_mask of "
+            "[batch, keys] and use_cache=False, in models without windows"
+        )
     count, starts = mask.sum(-1), mask.to(torch.int8).argmax(-1)
     ends = mask.shape[-1] - mask.flip(-1).to(torch.int8).argmax(-1)
     if bool(((count > 0) & (ends - starts != count)).any()):

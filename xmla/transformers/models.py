@@ -244,8 +244,14 @@ def _options(module: Any, layer: _Layer, whole: dict[str, Any]) -> tuple[Indexer
 
     Raises:
         ArgumentError: One of them is something else, or does not fit the pass.
-        UnsupportedError: The model's indexers score other keys than tokens'.
+        UnsupportedError: The model's indexers score other keys than tokens'; the pass asks for attention's
+            probabilities.
     """
+    if whole.get("output_attentions"):
+        raise UnsupportedError(
+            "xmla.transformers: output_attentions is True, supported: False; attention's probabilities are not made, "
+            'attn_implementation="eager" has them'
+        )
     losses, selections = whole.get("indexer_loss"), whole.get("selections")
     for name, option, kind in (("indexer_loss", losses, IndexerLoss), ("selections", selections, Selections)):
         if option is not None and not isinstance(option, kind):
