@@ -9,6 +9,7 @@ import zipfile
 from importlib.metadata import distribution, distributions
 from pathlib import Path
 from shutil import copy, copytree, ignore_patterns
+from typing import Any
 
 import pytest
 from conftest import HAS_GPU
@@ -21,6 +22,7 @@ from xmla.core.registry import public_ops
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+CHANGES = (ROOT / "CHANGELOG.md").read_text()
 PROGRAM = """
 import numpy as np
 import torch
@@ -115,28 +117,68 @@ def test_it_runs_where_the_tree_is_not(wheel: Path, tmp_path: Path) -> None:
 
 
 def test_the_newest_version_of_the_changes_is_the_packages() -> None:
-    versions = re.findall(r"^## (\d+\.\d+\.\d+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    versions = re.findall(r"^## (\d+\.\d+\.\d+)$", CHANGES, re.MULTILINE)
     assert versions[0] == xmla.__version__ and versions == sorted(versions, reverse=True)
 
 
-def test_a_release_names_the_repository(tmp_path: Path) -> None:
-    """In URLs and links alone: the README's programs are the same. Elsewhere a reader of the tree has to know it."""
+def released(folder: Path, repository: str | None) -> tuple[dict[str, Any], str, str]:
+    """A release's project, its page on a package index, and the README that it is made of."""
     if PROJECT["readme"] != "README.md":
-        pytest.skip("this is a release's tree, which names it already")
-    for name in ("pyproject.toml", "README.md"):
-        copy(ROOT / name, tmp_path)
-    address.write(tmp_path, "https://example.org/xmla", "v9.8.7")
-    project = tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]
-    assert project["urls"]["Changes"] == "https://example.org/xmla/blob/v9.8.7/CHANGELOG.md"
-    page, readme = ((tmp_path / name).read_text() for name in (project["readme"], "README.md"))
-    assert "git clone https://example.org/xmla.git xmla && cd xmla\n" in page and address.PLACE not in page
-    assert "](https://example.org/xmla/blob/v9.8.7/docs/install.md)" in page and "](#support)" in page
-    assert "](https://example.org/xmla/raw/v9.8.7/docs/images/step.svg)" in page
+        pytest.skip("this is a release's tree, which has them already")
+    for name in ("pyproject.toml", "README.md", "CITATION.cff"):
+        copy(ROOT / name, folder)
+    address.write(folder, DISTRIBUTION, repository, "v9.8.7")
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    return project, (folder / project["readme"]).read_text(), (ROOT / "README.md").read_text()
+
+
+PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("repository", ["https://example.org/group/xmla", None])
+def test_the_page_on_an_index_is_of_the_package(tmp_path: Path, repository: str | None) -> None:
+    """What it installs has the package's name, nothing needs a clone, and the README's programs are the same."""
+    _, page, readme = released(tmp_path, repository)
+    assert f"pip install '{DISTRIBUTION}[torch]'" in page and "'.[" not in page
+    assert not any(of_a_clone in page for of_a_clone in ("git clone", "make demo", "make docs", "clone -->"))
+    assert PYTHON.findall(page) == PYTHON.findall(readme)
     assert not address.LINK.search(page) and len(address.LINK.findall(readme)) > 40
-    programs = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-    assert programs.findall(page) == programs.findall(readme)
+    assert "](#" in readme and "](#" not in page  # headings are no targets there
+    assert "`docs/`" in page
+
+
+def test_a_release_names_the_repository(tmp_path: Path) -> None:
+    """In URLs, links and the citation. Elsewhere a reader of the tree has to know it."""
+    project, page, _ = released(tmp_path, "https://example.org/group/xmla")
+    assert project["urls"]["Changes"] == "https://example.org/group/xmla/blob/v9.8.7/CHANGELOG.md"
+    assert "](https://example.org/group/xmla/blob/v9.8.7/docs/install.md)" in page
+    assert "](https://example.org/group/xmla/raw/v9.8.7/docs/images/step.svg)" in page
+    assert '\nrepository-code: "https://example.org/group/xmla"\n' in (tmp_path / "CITATION.cff").read_text()
     files = [file for pattern in ("*.md", "*.toml", "docs/*.md", "xmla/**/*.py") for file in ROOT.glob(pattern)]
     assert {file.name for file in files if address.PLACE in file.read_text()} == {"README.md", "CONTRIBUTING.md"}
+
+
+def test_a_release_without_an_address_has_no_dead_link(tmp_path: Path) -> None:
+    project, page, _ = released(tmp_path, None)
+    assert "urls" not in project and "docs/images" not in page and "](docs/" not in page
+    assert "both on a GPU; sizes and versions. Then" in page
+
+
+@pytest.mark.parametrize("given", ["git@example.org:xmla", "https://example.org/xmla/", "https://example.org", "x"])
+def test_an_address_that_links_cannot_begin_with_is_refused(given: str) -> None:
+    with pytest.raises(SystemExit, match="expected such as https://HOST/OWNER/NAME"):
+        address.checked(given)
+
+
+def test_it_can_be_cited() -> None:
+    """CITATION.cff has the version and the day of the newest release, and the package's own words."""
+    cited = dict(re.findall(r"^([a-z-]+): (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE))
+    (newest,) = re.findall(rf"^## {re.escape(xmla.__version__)}\n\n(\d{{4}}-\d\d-\d\d)\.", CHANGES, re.MULTILINE)
+    assert cited["version"] == xmla.__version__ and cited["date-released"] == newest
+    assert cited["license"] == PROJECT["license"]
+    assert cited["keywords"] == f"[{', '.join(PROJECT['keywords'])}]" and PROJECT["description"] in cited["title"]
+    names = re.findall(r'^  - name: "(.*)"$', (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert names == [author["name"] for author in PROJECT["authors"]]
 
 
 def test_nobody_is_told_to_install_another_project() -> None:

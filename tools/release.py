@@ -4,8 +4,9 @@ python tools/release.py [FOLDER]            (dist; `make release` has what it ne
 
 An sdist with the tests, a wheel for any machine, and a wheel with both launchers for each platform, by `zig cc`, which
 compiles for any of them. The second build has to give the same bytes: times are those of SOURCE_DATE_EPOCH, or of the
-commit. REPOSITORY, which .github/workflows/release.yml sets, is the repository's address; without it a package has no
-URLs (tools/address.py). tools/use_release.py uses the files.
+commit. The sdist has to pass tests of its own tree; tools/use_release.py uses the files. REPOSITORY is the repository's
+address, the one place for it: `make release REPOSITORY=https://…`, as .github/workflows/release.yml does. Without it
+the files are made, and what they lack is said first and last (tools/address.py).
 """
 
 import gzip
@@ -26,18 +27,33 @@ import address
 import jax
 from use_release import USE, run, use
 
-from xmla._frameworks import LAUNCHERS
+from xmla._frameworks import DISTRIBUTION, LAUNCHERS
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "xmla"
 # Of glibc, in which the wheels of Triton and jaxlib are no older.
 GLIBC = "2.28"
+NO_ADDRESS = """\
+NO ADDRESS: REPOSITORY is not set. The package has no URLs, CITATION.cff no repository, and the page on a package index
+neither links to documents nor pictures. To set it: make release REPOSITORY=https://HOST/OWNER/NAME"""
+# What tells whether an archive has all that tests of the tree read: documents, tools, workflows, the package itself.
+OF_THE_TREE = (
+    "tests/test_docstrings.py", "tests/test_documents.py", "tests/test_examples.py", "tests/test_private.py",
+    "tests/test_report.py", "tests/test_settings.py", "tests/test_wheel.py", "tests/core/test_imports.py",
+    "tests/test_layouts.py", "tests/test_formats.py",
+)  # fmt: skip
 PLATFORMS = {arch: f"manylinux_{GLIBC.replace('.', '_')}_{arch}" for arch in ("x86_64", "aarch64")}
 
 
 def epoch() -> str:
     """The time of every file in a release."""
     return os.environ.get("SOURCE_DATE_EPOCH") or run("git", "log", "-1", "--format=%ct", cwd=ROOT).strip()
+
+
+def repository() -> str | None:
+    """The address that the user gave, or None."""
+    given = os.environ.get("REPOSITORY")
+    return address.checked(given) if given else None
 
 
 def compile_launchers(arch: str, folder: Path) -> None:
@@ -74,9 +90,8 @@ def build(folder: Path) -> list[Path]:
         tree = Path(name)
         with tarfile.open(fileobj=io.BytesIO(subprocess.check_output(["git", "archive", "HEAD"], cwd=ROOT))) as archive:
             archive.extractall(tree, filter="data")
-        if repository := os.environ.get("REPOSITORY"):
-            (version,) = re.findall(r'^__version__ = "(.*)"$', (tree / "xmla/__init__.py").read_text(), re.MULTILINE)
-            address.write(tree, repository, f"v{version}")
+        (version,) = re.findall(r'^__version__ = "(.*)"$', (tree / "xmla/__init__.py").read_text(), re.MULTILINE)
+        address.write(tree, DISTRIBUTION, repository(), f"v{version}")
         run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, tree, SOURCE_DATE_EPOCH=seconds)
     (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
     repacked(sdist, int(seconds))
@@ -102,7 +117,19 @@ def check(files: list[Path]) -> None:
         run(sys.executable, "-m", "abi3audit", "--strict", wheel)
 
 
+def test(sdist: Path) -> None:
+    """The tests of its own tree, in the unpacked archive alone."""
+    with tempfile.TemporaryDirectory() as name:
+        with tarfile.open(sdist) as archive:
+            archive.extractall(name, filter="data")
+        (tree,) = Path(name).iterdir()
+        chosen = ("-m", "not slow", "--one-case", *OF_THE_TREE)
+        print(run(sys.executable, "-m", "pytest", "-q", *chosen, cwd=tree, PYTHONPATH=str(tree)).splitlines()[-1])
+
+
 def main(folder: Path) -> None:
+    if repository() is None:
+        print(NO_ADDRESS, flush=True)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     files = build(folder)
@@ -114,7 +141,11 @@ def main(folder: Path) -> None:
     check(files)
     for file in files:
         print(f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}", flush=True)
+    (sdist,) = folder.glob("*.tar.gz")
+    test(sdist)
     use(folder, [*USE])
+    if repository() is None:
+        print(NO_ADDRESS, flush=True)
 
 
 if __name__ == "__main__":

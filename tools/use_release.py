@@ -2,7 +2,8 @@
 
 python tools/use_release.py FOLDER [FRAMEWORK …]        (torch, jax; both and none of them if no one is named)
 
-Each Python that this machine or uv has is used; the others are named and skipped. It needs uv and nothing of the tree.
+Each Python that this machine or uv has is used; of the others uv's reason is printed. It needs uv and nothing of the
+tree.
 """
 
 import os
@@ -36,19 +37,19 @@ def run(*command: str | Path, cwd: Path | None = None, **more: str) -> str:
     return done.stdout
 
 
-def python_of(version: str) -> str | None:
-    """A Python of this version, or None."""
+def python_of(version: str) -> tuple[str, str]:
+    """A Python of this version, or "" and why there is none."""
     done = subprocess.run([sys.executable, "-m", "uv", "python", "find", version], capture_output=True, text=True)
-    return done.stdout.strip() or None
+    return done.stdout.strip(), " ".join(done.stderr.split())
 
 
 def use(wheels: Path, extras: Sequence[str]) -> None:
     """Install and call, in an environment for each Python and extra; "" is none."""
     uv = (sys.executable, "-m", "uv")
     for version in PYTHONS:
-        python = python_of(version)
-        if python is None:
-            print(f"NOT TRIED: Python {version} is not on this machine", flush=True)
+        python, why = python_of(version)
+        if not python:
+            print(f"NOT TRIED: Python {version}. {why}", flush=True)
             continue
         for extra in extras:
             with tempfile.TemporaryDirectory() as name:
