@@ -42,10 +42,21 @@ def test_a_plan_says_which_implementation_it_takes_and_why() -> None:
     (choice,) = plan.choices
     assert (choice.op, choice.implementation) == ("sparse_mla", "triton")
     assert [name for name, _, _ in choice.passed_over] == ["gluon_unpacked", "gluon_sm120", "gluon_sm90"]
-    line = "not gluon_sm90: for float16 queries, supported: bfloat16 queries over packed entries"
+    line = "  skipped: gluon_sm90, which serves bfloat16 queries over packed entries; here for float16 queries"
     assert line in str(choice) and line in str(plan)
     asked, _ = plan_call(op, half, attrs, H200, "triton")
     assert asked.choices == (Choice("sparse_mla", "triton"),), "asked for, it is passed over for nothing"
+
+
+def test_a_printed_plan_names_no_array_that_a_kernel_does_not_read() -> None:
+    """A kernel gets some pointer where an argument is not given; in the whole of several ops, too."""
+    op = registry()["sparse_mla"]
+    plan, _ = plan_call(op, *of_case(op), H200)
+    attention = next(call.plan(H200) for call in ModelConfig().decode(64, 1, 65536) if call.op == "dsa_attention")
+    for of_call in (plan, attention):
+        (launch,) = (launch for launch in of_call.launches if launch.name == "sparse_mla_sm90_kernel")
+        assert launch.pointers["sink_ptr"] == launch.pointers["slots_ptr"]
+        assert "slots_ptr=" in str(of_call) and "sink_ptr=" not in str(of_call)
 
 
 def test_a_refusal_is_of_the_callers_own_entries() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.formats import Format
-from xmla.core.values import Agreement, Attributes, Spec
+from xmla.core.values import Agreement, Attributes, Spec, StandIn
 
 INDEX = ("int32",)
 FLOATS = ("bfloat16", "float16", "float32")
@@ -151,7 +151,7 @@ class Problem:
 
     def stand_ins(self, **stand_ins: str) -> dict[str, str]:
         """The arrays whose pointers kernels get, and never read, instead of optional arguments that are not given."""
-        return {argument: array for argument, array in stand_ins.items() if argument not in self.specs}
+        return {argument: StandIn(array) for argument, array in stand_ins.items() if argument not in self.specs}
 
     def called(self, argument: str) -> str:
         """The caller's name of an argument."""

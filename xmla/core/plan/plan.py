@@ -7,7 +7,7 @@ from functools import cache
 from math import prod
 from typing import Any
 
-from xmla.core.values import Spec, cdiv
+from xmla.core.values import Spec, StandIn, cdiv
 
 # Buffers of a workspace start on multiples of this many bytes, as in the frameworks' allocators.
 ALIGNMENT = 256
@@ -191,8 +191,13 @@ class Launch:
 
     def renamed(self, names: Mapping[str, str]) -> "Launch":
         """A copy of the launch with other names for its arrays."""
-        bound = {pointer.removesuffix("_ptr"): names.get(array, array) for pointer, array in self.pointers.items()}
+        bound = {pointer.removesuffix("_ptr"): renamed(array, names) for pointer, array in self.pointers.items()}
         return replace(self, arrays={name: array for name, array in bound.items() if name != array})
+
+
+def renamed(array: str, names: Mapping[str, str]) -> str:
+    """The array's name among `names`; a stand-in stays one."""
+    return type(array)(names.get(array, array))
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +214,8 @@ class Choice:
     passed_over: tuple[tuple[str, str, str], ...] = ()
 
     def __str__(self) -> str:
-        reasons = [f"not {name}: {got}, supported: {supported}" for name, got, supported in self.passed_over]
-        return "; ".join([f"{self.op} by {self.implementation}", *reasons])
+        skipped = [f"  skipped: {name}, which serves {what}; here {got}" for name, got, what in self.passed_over]
+        return "\n".join([f"{self.op} by {self.implementation}", *skipped])
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,15 +277,19 @@ class Plan:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """The plan's choices and the steps that are left out, in lines."""
+        """The plan's choices, with a line for each implementation that was skipped, and the steps that are left out."""
         return (*map(str, self.choices), *(f"{step} is left out: nothing reads its results" for step in self.left_out))
 
     def __str__(self) -> str:
-        lines = [f"{self.workspace_bytes} bytes of workspace", *(f"  {line}" for line in self.remarks)]
+        lines = [
+            f"{self.workspace_bytes} bytes of workspace",
+            *(f"  {line}" for remark in self.remarks for line in remark.splitlines()),
+        ]
         lines += [f"  {name} {spec.dtype}{list(spec.shape)}" for name, spec in self.buffers.items()]
         for launch in self.launches:
             lines.append(f"  {launch.name} × {prod(launch.grid)}, {launch.size}, {launch.num_stages} stages")
-            facts = {"arrays": launch.pointers, "sizes": launch.sizes, "constants": launch.constants}
+            read = {pointer: name for pointer, name in launch.pointers.items() if not isinstance(name, StandIn)}
+            facts = {"arrays": read, "sizes": launch.sizes, "constants": launch.constants}
             for label, pairs in facts.items():
                 lines.append(f"    {label}: {', '.join(f'{name}={value}' for name, value in pairs.items())}")
         return "\n".join(lines)

@@ -23,7 +23,7 @@ from xmla.core.values.device import (
 )
 from xmla.core.values.integers import cdiv, larger, log2_of, next_power_of_2, smaller
 from xmla.core.values.sizes import Size, Trace, arithmetic, sizes_in, with_numbers
-from xmla.core.values.spec import DTYPES, Spec, alignment_of, row_major
+from xmla.core.values.spec import DTYPES, Spec, StandIn, alignment_of, row_major
 from xmla.core.values.tolerance import (
     ATTENTION_LSE,
     ATTENTION_OUT,
@@ -78,6 +78,7 @@ __all__ = [
     "Selection",
     "Size",
     "Spec",
+    "StandIn",
     "Tolerance",
     "Trace",
     "alignment_of",

@@ -34,6 +34,12 @@ def alignment_of(address: int) -> int:
     return gcd(address, 16)
 
 
+class StandIn(str):
+    """The name of an array whose pointer a kernel gets, and never reads, in place of one that is not given."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Spec:
     """Shape, dtype, strides in elements (None: row-major) and alignment of one array."""
