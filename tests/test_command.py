@@ -165,12 +165,14 @@ main()
 
 def test_demo_without_jax(tmp_path: Path) -> None:
     """And without the Makefile's variables, as all of these."""
-    words = ("-c", SHORT_DEMO, "demo", "--json", "figures.json")
+    words = ("-c", SHORT_DEMO, "demo", "--json", "--out", "figures.json")
     done = run(tmp_path, *words, without="jax jaxlib jax_triton")
     assert done.returncode == 0, done.stderr
-    (told,) = (line for line in done.stdout.splitlines() if line.startswith("left out:"))
+    (told,) = (line for line in done.stderr.splitlines() if line.startswith("left out:"))
     assert told.endswith(" torch = JAX, since xmla.jax_api needs jax and jax-triton: pip install 'xmla-kernels[jax]'")
-    names = {figure["name"] for figure in json.loads((tmp_path / "figures.json").read_text())}
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert json.loads(done.stdout) == figures
+    names = {figure["name"] for figure in figures}
     assert "attention, same caches" in names and not any("JAX" in name for name in names)
 
 
@@ -200,14 +202,14 @@ BOTH = f"{TORCH}; xmla.jax_api needs jax and jax-triton: pip install 'xmla-kerne
         (["verify"], "torch jax jax_triton", f"verify: {BOTH}"),
         (["replay", "FILE"], "torch jax jax_triton", f"replay: {BOTH}"),
         (["bench"], "torch jax jax_triton", f"bench: {BOTH}"),
-        (["demo"], "torch", f"demo: the model is one of PyTorch, and {TORCH}"),
+        (["demo"], "torch", f"demo: the model is one of PyTorch, and {TORCH}; --framework jax has a model in Flax"),
         (["demo"], "torch jax jax_triton", f"demo: the model is one of PyTorch, and {TORCH}"),
         (["demo", "--framework", "jax"], "jax jax_triton",
          "demo: xmla.jax_api needs jax and jax-triton: pip install 'xmla-kernels[jax]'"),
         (["demo", "--framework", "jax"], "flax", "demo: No module named 'flax': pip install 'flax>=0.12'"),
-        (["demo"], "transformers", "demo: No module named 'transformers': pip install 'transformers>=5.17'"),
+        (["demo"], "transformers", "demo: No module named 'transformers': pip install 'xmla-kernels[demo]'"),
         (["demo", "--model", "deepseek_v4"], "transformers",
-         "demo: No module named 'transformers': pip install 'transformers>=5.17'"),
+         "demo: No module named 'transformers': pip install 'xmla-kernels[demo]'"),
         (["bench", "--op", "sparse_mla"], "torch", f"bench: no op sparse_mla; there are host, since {TORCH}"),
         (["bench", "--picture", "a.png"], "torch", f"bench: a picture is of times by PyTorch, and {TORCH}"),
     ],
@@ -249,15 +251,16 @@ from xmla.bench import host_jax, host_time, run
 run.present_device = environment.require_gpu = lambda *_: None
 host_time.REPEATS = host_time.ROUNDS = host_time.WARM_UP = 1
 host_jax.PAGES, host_jax.HEADS, host_jax.INDEX_HEADS = 8, 8, 8
-assert run.run(None, Path("out.jsonl"), None, None, "a commit")
+assert run.run(None, Path("out.jsonl"), None, None, "a commit", as_json=True)
 """
 
 
 def test_bench_by_jax_alone(tmp_path: Path) -> None:
     done = run(tmp_path, "-c", BENCH_BY_JAX, without="torch")
     assert done.returncode == 0, done.stderr
-    assert f"left out: torch, since {TORCH}" in done.stdout
-    head, line, *caches = map(json.loads, lines((tmp_path / "out.jsonl").read_text()))
+    assert f"left out: torch, since {TORCH}" in done.stderr
+    assert done.stdout == (tmp_path / "out.jsonl").read_text()
+    head, line, *caches = map(json.loads, lines(done.stdout))
     assert head["commit"] == "a commit" and head["ceilings"] == {}
     assert line["case"] == "dispatch of a jitted JAX step" and line["host_us"] > 0 < line["jitted_addition_us"]
     assert [cache["case"] for cache in caches] == [

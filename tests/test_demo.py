@@ -32,7 +32,7 @@ def demo(*arguments: str) -> Any:
 
 def agreeing(file: Path, *arguments: str) -> tuple[Any, list[dict[str, Any]]]:
     """A demo's run and its figures, all of which keep their bounds."""
-    result = demo(*arguments, "--json", str(file))
+    result = demo(*arguments, "--out", str(file))
     assert result.exit_code == 0, result.output
     figures = json.loads(file.read_text())
     assert all(figure["ok"] for figure in figures)
@@ -253,7 +253,7 @@ def train_little(
 @pytest.mark.slow
 def test_training_agrees(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [tmp_path / name for name in ("figures.json", "curves.png")]
-    result = train_little(monkeypatch, device, 12, 3, 2, "--json", str(files[0]), "--picture", str(files[1]))
+    result = train_little(monkeypatch, device, 12, 3, 2, "--out", str(files[0]), "--picture", str(files[1]))
     assert result.exit_code == 0, result.output
     figures = json.loads(files[0].read_text())
     found = {(figure["name"], figure["where"]) for figure in figures if figure["ok"]}
@@ -301,7 +301,7 @@ def test_training_notices_a_wrong_gradient(
     """In the first step of a stage, and nothing is wrong with the rest."""
     monkeypatch.setattr(curves, "REPEATED", 1)
     monkeypatch.setattr(torch_api, op, mistake(getattr(torch_api, op)))
-    result = train_little(monkeypatch, device, 8, 1, 1, "--json", str(tmp_path / "figures.json"))
+    result = train_little(monkeypatch, device, 8, 1, 1, "--out", str(tmp_path / "figures.json"))
     assert result.exit_code == 1 and "DISAGREES" in result.output, result.output
     wrong = {(f["name"], f["where"]) for f in json.loads((tmp_path / "figures.json").read_text()) if not f["ok"]}
     assert ("gradient", where) in wrong
@@ -319,7 +319,7 @@ def test_what_is_not_trained_is_refused(options: tuple[str, ...], message: str) 
 
 def test_a_model_younger_than_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "installed", lambda _: "5.17.0")
-    message = "demo: transformers 5.17.0 is too old for glm5_next: pip install 'transformers>=5.24'"
+    message = "demo: transformers 5.17.0 is too old for glm5_next: pip install 'xmla-kernels[demo]'"
     assert str(demo("--model", "glm5_next").exception) == message
 
 

@@ -67,8 +67,9 @@ def demo(
         Path | None, typer.Option(help="With --train: draw its curves into this file.", callback=drawable)
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--json", help="Write the figures to this file.", callback=writable)
+        Path | None, typer.Option(help="Write the figures to this file, as JSON.", callback=writable)
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """A model of transformers with its attention replaced: selection, outputs, logits, torch against JAX.
 
@@ -77,7 +78,9 @@ def demo(
     """
     from xmla.demo import run
 
-    figures = run(model, details, train, picture, framework)
+    figures = run(model, details, train, picture, framework, as_json)
+    if as_json:
+        typer.echo(json.dumps(figures))
     if out is not None:
         out.write_text(json.dumps(figures, indent=1) + "\n")
     raise typer.Exit(code=0 if all(figure["ok"] for figure in figures) else 1)
@@ -325,6 +328,7 @@ def bench(
     implementation: Annotated[
         str | None, typer.Option(help="Time these kernels, such as gluon_sm100, beside what calls take by default.")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Time ops at serving size on this GPU, beside peers where installed; exit 1 if a result was wrong.
 
@@ -332,7 +336,7 @@ def bench(
     """
     from xmla.bench.run import run
 
-    right = run(op, out, compare, picture, commit, framework.split(","), implementation)
+    right = run(op, out, compare, picture, commit, framework.split(","), implementation, as_json)
     raise typer.Exit(code=0 if right else 1)
 
 

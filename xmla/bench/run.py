@@ -12,6 +12,7 @@ Results are JSON lines: the first names command, commit, versions, device and ce
 import json
 import os
 import shlex
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from itertools import chain
@@ -192,9 +193,11 @@ def host_lines() -> Iterator[Line]:
 
 def run(
     ops: list[str] | None, out: Path | None, compare: Path | None, image: Path | None, commit: str | None,
-    frameworks: Sequence[str] = tuple(PACKAGES), implementation: str | None = None,
+    frameworks: Sequence[str] = tuple(PACKAGES), implementation: str | None = None, as_json: bool = False,
 ) -> bool:  # fmt: skip
     """Time, print, and write what is asked for; False if a result was wrong.
+
+    With `as_json` the lines are printed, and all else is on stderr.
 
     Raises:
         ArgumentError: `compare` is no file of results.
@@ -253,8 +256,9 @@ def run(
 
         def keep(line: Line) -> None:
             """Write a line at once: a run that is cut short keeps what it has timed."""
-            if file is not None:
-                print(json.dumps(line), file=file, flush=True)
+            for into in (file, sys.stdout if as_json else None):
+                if into is not None:
+                    print(json.dumps(line), file=into, flush=True)
 
         keep(head)
         task = bar.add_task("timing", total=len(chosen))
@@ -268,7 +272,7 @@ def run(
             bar.update(task, completed=begun, description=f"{line['op']} {line['case']}")
     if image is not None:
         picture.draw(head, lines, image)
-    console = Console(width=190)
+    console = Console(width=190, stderr=as_json)
     console.print({name: f"{value:.3e}" for name, value in first.items()})
     console.print(table_of(lines, earlier))
     for framework in absent:

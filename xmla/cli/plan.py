@@ -108,8 +108,8 @@ def show_plan(config: Model, device_name: str | None, as_json: bool = False) -> 
             counts = ", ".join(f"{what} {count:,} B" for what, count in parts.items())
             console.print(f"  {name}: {sum(parts.values()):,} B ({counts})", soft_wrap=True)
     console.print(
-        f"{facts['kernels']} kernels are compiled for these steps, ahead by `xmla warmup`: some launches need variants "
-        "for other lengths or pool sizes", soft_wrap=True,
+        f"{facts['kernels']} kernels serve these steps, since some launches have variants for other lengths or pool "
+        "sizes; `xmla warmup` compiles them", soft_wrap=True,
     )  # fmt: skip
 
 

@@ -5,7 +5,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from xmla._frameworks import missing, needed
+from rich.console import Console
+
+from xmla._frameworks import install, missing, needed
 from xmla.core.versions import older
 
 
@@ -36,11 +38,11 @@ class Model(StrEnum):
 
 def run(
     model: Model, details: bool = False, train: bool = False, picture: Path | None = None,
-    framework: Framework = Framework.TORCH,
+    framework: Framework = Framework.TORCH, as_json: bool = False,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Run the model's demo, tell it and return its figures; each says whether it keeps its bound.
+    """Run the model's demo, print it and return its figures; each says whether it keeps its bound.
 
-    With `train` the model is trained, and `picture` gets the curves.
+    With `train` the model is trained, and `picture` gets the curves. With `as_json` all else is printed on stderr.
 
     Raises:
         ArgumentError: A picture of a demo that does not train.
@@ -55,28 +57,32 @@ def run(
         if asked and model is not Model.V32:
             raise UnsupportedError(f"demo: {option} of --model {model}, supported is {Model.V32}")
     if missing(framework):
-        what = "the model is one of PyTorch, and " if framework is Framework.TORCH else ""
-        raise UnsupportedError(f"demo: {what}{needed(framework)}")
-    package, install = "transformers", f"pip install 'transformers>={model.since}'"
+        what, other = "", ""
+        if framework is Framework.TORCH:
+            what = "the model is one of PyTorch, and "
+            other = "; --framework jax has a model in Flax" if model is Model.V32 and not missing("jax") else ""
+        raise UnsupportedError(f"demo: {what}{needed(framework)}{other}")
+    package, way_out = "transformers", install("demo")
     if framework is Framework.JAX:
-        package, install = "flax", "pip install 'flax>=0.12'"
+        package, way_out = "flax", "pip install 'flax>=0.12'"
     elif model.too_old:
-        raise UnsupportedError(f"demo: transformers {model.too_old} is too old for {model}: {install}")
+        raise UnsupportedError(f"demo: transformers {model.too_old} is too old for {model}: {way_out}")
     try:
         module: Any = import_module(f"xmla.demo.{module_of(model, framework, train)}")
     except ImportError as error:
         if package not in str(error):
             raise
-        raise UnsupportedError(f"demo: {error}: {install}") from None
+        raise UnsupportedError(f"demo: {error}: {way_out}") from None
+    console = Console(stderr=as_json)
     if train:
         from xmla.demo.telling import show_training
 
-        return show_training(module, details, picture)
+        return show_training(module, console, details, picture)
     if framework is Framework.JAX:
-        return module.show(details)
+        return module.show(console, details)
     from xmla.demo.shell import show
 
-    return show(module, details)
+    return show(module, console, details)
 
 
 def module_of(model: Model, framework: Framework, train: bool) -> str:

@@ -35,9 +35,9 @@ class Demo(Protocol):
         """Run the model with xmla and compare; `begin` shows the part that begins."""
 
 
-def show(demo: Demo, details: bool = False) -> list[Figure]:
-    """Run the demo of a model, tell it, with `details` all figures, and return them."""
-    console, device = Console(), "cuda" if torch.cuda.is_available() else "cpu"
+def show(demo: Demo, console: Console, details: bool = False) -> list[Figure]:
+    """Run the demo of a model, print it, with `details` all figures, and return them."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     text = files("xmla.demo").joinpath("moby_dick.txt").read_bytes()
     tokens = torch.tensor(list(text[: demo.PROMPT + DECODED]), device=device)
     story = {**demo.STORY, "text": f"{demo.PROMPT} tokens of Moby Dick prefilled, {DECODED} decoded one by one"}

@@ -11,9 +11,8 @@ from xmla.demo.curves import Training, description, measure, summary
 from xmla.demo.figures import Figure
 
 
-def show_training(demo: Training, details: bool = False, picture: Path | None = None) -> list[Figure]:
-    """Train a model, tell it, with `details` all figures, draw its curves, and return the figures."""
-    console = Console()
+def show_training(demo: Training, console: Console, details: bool = False, picture: Path | None = None) -> list[Figure]:
+    """Train a model, print it, with `details` all figures, draw its curves, and return the figures."""
     sizes, model, train = demo.prepare()
     tell(console, {**demo.STORY, "text": description(sizes)})
     with Progress(console=console, transient=True) as bar:

@@ -4,7 +4,7 @@ import os
 import platform
 import shutil
 import subprocess
-from importlib.metadata import distributions
+from importlib.metadata import distributions, entry_points
 from importlib.util import find_spec
 
 from xmla import __version__
@@ -116,8 +116,8 @@ def _needed_of_programs() -> list[str]:
     if HAS_GPU:
         return ["nothing"]
     advice = ["TRITON_INTERPRET=1: without a GPU kernels are interpreted, calls with CPU arrays raise otherwise"]
-    if not missing("jax"):
-        advice.append("JAX_PLATFORMS=cpu: JAX's CUDA plugin, if it is installed, crashes the process without a GPU")
+    if any("cuda" in plugin.name for plugin in entry_points(group="jax_plugins")):
+        advice.append("JAX_PLATFORMS=cpu: JAX's CUDA plugin, which is installed, ends the process without a GPU")
     return advice
 
 

@@ -85,9 +85,8 @@ def in_words(tokens: Mapping[str, np.ndarray]) -> str:
     return "; ".join(f"{name}: {' '.join(str(t) for t in row if t >= 0)}" for name, row in tokens.items())
 
 
-def show(details: bool = False) -> list[Figure]:
-    """Prefill and decode, tell it, with `details` all figures, and return them."""
-    console = Console()
+def show(console: Console, details: bool = False) -> list[Figure]:
+    """Prefill and decode, print it, with `details` all figures, and return them."""
     prompts = prompts_of(PROMPTS)
     tell(console, {
         **STORY,
