@@ -206,8 +206,7 @@ def test_warm_up_of_a_name_has_what_engines_launch(name: str) -> None:
 
 
 KNOWN = (
-    "axk2, deepseek_v32, deepseek_v4, deepseek_v41, dots3_note, glm5_next, glm_moe_dsa, hy_v4, hy_v4_vl, "
-    "minimax_m3_vl, mistral_large4, qwen4_exp"
+    "axk2, deepseek_v32, deepseek_v4, deepseek_v41, dots3_note, glm5_next, glm_moe_dsa, hy_v4, hy_v4_vl, mistral_large4"
 )
 REFUSALS: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
     (V32, {"kv_lora_rank": 128}, UnsupportedError, "kv_lora_rank of deepseek_v32 is 128, expected 512"),

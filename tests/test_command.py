@@ -269,6 +269,12 @@ def test_bench_by_jax_alone(tmp_path: Path) -> None:
     assert all(cache["host_us"] > 0 for cache in caches)
 
 
+@pytest.mark.parametrize("name", ["torch", "jax"])
+def test_an_array_for_a_framework_that_is_not_there(name: str, tmp_path: Path) -> None:
+    done = run(tmp_path, "-c", f"from xmla import interop; interop.to_{name}(None)", without=name)
+    assert done.stderr.splitlines()[-1] == f"ImportError: to_{name} needs {name}: pip install 'xmla-kernels[{name}]'"
+
+
 def refused() -> Iterator[tuple[Op, Case, str, int]]:
     """Each integer argument with a value below and one above its limits, in the first case that is refused for it."""
     for op in registry().values():

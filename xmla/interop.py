@@ -7,6 +7,7 @@ other values is refused. Neither call waits for the device. Finish the writer's 
 
 from typing import TYPE_CHECKING
 
+from xmla._frameworks import install
 from xmla.core.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -21,11 +22,15 @@ def to_jax(tensor: "torch.Tensor") -> "jax.Array":
     """The torch tensor's memory as a jax.Array. JAX arrays are dense, so the tensor must be contiguous.
 
     Raises:
+        ImportError: JAX is not installed.
         ArgumentError: The tensor is no dense one in memory (not contiguous, sparse, a lazy negation or conjugate, or
             of a trace or a transformation); its numbers have 64 bits, which JAX would copy to 32; it does not start on
             a multiple of 64 bytes on the CPU or of 16 on a GPU; or its dtype or device has no place in DLPack or JAX.
     """
-    import jax
+    try:
+        import jax
+    except ImportError as error:
+        raise ImportError(f"to_jax needs jax: {install('jax')}") from error
     import torch
 
     if not isinstance(tensor, torch.Tensor):
@@ -77,12 +82,16 @@ def to_torch(array: "jax.Array") -> "torch.Tensor":
     """The jax.Array's memory as a torch tensor. Write to it only if JAX no longer uses the array.
 
     Raises:
+        ImportError: torch is not installed.
         ArgumentError: The array is traced, deleted, spread over several devices, or of a dtype that DLPack or torch has
             not.
     """
     import jax
-    import torch
 
+    try:
+        import torch
+    except ImportError as error:
+        raise ImportError(f"to_torch needs torch: {install('torch')}") from error
     if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
         raise ArgumentError(f"to_torch: array is {type(array).__name__}, expected a jax.Array with values")
     if array.is_deleted():

@@ -189,9 +189,9 @@ def model_config(config: Any, *, tensor_parallel: int = 1, **sizes: Any) -> Mode
     checkpoint = read(config)
     family = checkpoint.model_type.removesuffix("_text")
     if family not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        message = f"model_config: model_type is {checkpoint.model_type!r}, expected one of {known}"
-        raise ArgumentError(message + did_you_mean(family, FAMILIES))
+        served = [name for name, described in FAMILIES.items() if described is not grouped_queries]
+        message = f"model_config: model_type is {checkpoint.model_type!r}, expected one of {', '.join(served)}"
+        raise ArgumentError(message + did_you_mean(family, served))
     model, said = FAMILIES[family](checkpoint)
     names = [field.name for field in fields(model)]
     for name in sizes:
