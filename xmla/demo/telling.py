@@ -49,19 +49,21 @@ def tell_figures(console: Console, title: str, figures: Sequence[Figure], detail
 
 
 def worst(figures: Sequence[Figure]) -> Iterator[str]:
-    """The worst value of each quantity, in words."""
+    """The worst value of each quantity, in words, with its bound."""
     by_quantity: dict[str, list[Figure]] = {}
     for figure in figures:
         quantity = "results" if figure["bound"] == "identical" else figure["name"].split(", ")[0]
         by_quantity.setdefault(quantity, []).append(figure)
     for quantity, group in by_quantity.items():
-        values = [figure["value"] for figure in group]
         if quantity == "results":
             yield f"{sum(figure['ok'] for figure in group)} of {len(group)} results identical bit for bit"
-        elif quantity == "selection":
-            yield f"selection {min(values):.0%} the same"
+            continue
+        found = (min if quantity == "selection" else max)(group, key=lambda figure: figure["value"])
+        value, bound = found["value"], float(found["bound"].split()[-1])
+        if quantity == "selection":
+            yield f"selection {value:.0%} the same (at least {bound:.0%})"
         else:
-            yield f"{quantity} within {max(values):.1%}"
+            yield f"{quantity} within {value:.1%} (bound {bound * 100:.3g}%)"
 
 
 def table_of(title: str, figures: Sequence[Figure]) -> Table:
