@@ -1,8 +1,11 @@
 """What tensors are beside their shape: lazily negated, without memory, sparse, nested, shared with another."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,6 +23,7 @@ from xmla.torch_api import _memory
 from xmla.torch_api._all_ops import TORCH_OPS
 
 OPS = registry()
+PROGRAMS = Path(__file__).parent / "programs"
 EVERY = pytest.mark.parametrize("op", OPS.values(), ids=kit.case_id)
 BOTH = pytest.mark.parametrize("implementation", [None, "reference"])
 
@@ -101,6 +105,7 @@ class Sub(torch.Tensor):
 # Tensors of one's shape and dtype that no kernel can read, and what they are said to be.
 OTHERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "layout is sparse_coo, expected strided": lambda x: x.to_sparse(),
+    "layout is _mkldnn, expected strided": lambda x: (x if x.dtype == torch.float32 else x.float()).cpu().to_mkldnn(),
     "layout is nested, expected strided": lambda x: torch.nested.nested_tensor([x.reshape(-1)], layout=torch.jagged),
     "device is meta, supported: cpu and cuda": lambda x: x.to("meta"),
     "is list, expected torch.Tensor": lambda x: [x],
@@ -131,6 +136,79 @@ def test_a_subclass_is_a_tensor(op: Op, device: str) -> None:
     want = [tensor.clone() for tensor in call(op, arguments)]
     found = call(op, [None if x is None else x.as_subclass(Sub) for x in arguments_of(op, device)])
     assert_same(op, [tensor.as_subclass(torch.Tensor) for tensor in found], want)
+
+
+@EVERY
+def test_memory_that_is_not_there(op: Op, device: str) -> None:
+    """A storage that was freed, as trainers free those of gathered parameters: refused at a first and a later call.
+
+    So are a zero tensor, and what `torch.vmap` has passed, once it has ended.
+    """
+    arguments = arguments_of(op, device)
+    found = [tensor.clone() for tensor in call(op, arguments)]
+    space = torch.empty(1 << 22, dtype=torch.uint8, device=device)
+    if op.outputs:
+        call(op, arguments_of(op, device), out=tuple(map(torch.clone, found)), workspace=space)
+    kinds: list[Callable[[torch.Tensor], torch.Tensor]] = [freed, escaped]
+    for kind, implementation in [(kind, i) for kind in kinds for i in (None, "reference")]:
+        for place, name in with_each(op, arguments):
+            given = arguments_of(op, device)
+            if not given[place].numel():
+                continue
+            given[place] = kind(given[place])
+            with pytest.raises(ArgumentError, match=f"^{op.name}: {name} has no memory, expected memory"):
+                call(op, given, implementation)
+        for place, name in enumerate(op.outputs):
+            out = [x.clone() for x in found]
+            if out[place].numel():
+                out[place] = kind(out[place])
+                with pytest.raises(ArgumentError, match=f"^{op.name}: out {name} has no memory, expected memory"):
+                    call(op, arguments_of(op, device), implementation, out=tuple(out))
+        if op.outputs and implementation is None:
+            with pytest.raises(ArgumentError, match=f"^{op.name}: workspace has no memory, expected memory"):
+                call(op, arguments_of(op, device), out=tuple(map(torch.clone, found)), workspace=kind(space))
+
+
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    other = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    other.untyped_storage().resize_(0)
+    return other
+
+
+def escaped(tensor: torch.Tensor) -> torch.Tensor:
+    """What a function that `torch.vmap` maps is given, after it."""
+    passed = []
+    torch.vmap(lambda x: (passed.append(x), x)[1])(tensor[None])
+    return passed[0]
+
+
+def test_no_tensor_ends_the_process(device: str) -> None:
+    """Kinds at which torch's own functions end it, in each argument after a good call of each op: refused by name."""
+    run = subprocess.run(
+        [sys.executable, PROGRAMS / "nested_arguments.py", device], capture_output=True, text=True, timeout=600
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    refusals = run.stdout.splitlines()
+    assert {line.split(":")[0] for line in refusals} == set(OPS)
+    assert not [line for line in refusals if not line.endswith(" layout is nested, expected strided")]
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_a_parameter_without_a_shape(kind: str, device: str) -> None:
+    lazy = torch.nn.UninitializedParameter() if kind == "parameter" else torch.nn.UninitializedBuffer()
+    ends = torch.full((2,), 8, device=device).int()
+    with pytest.raises(ArgumentError, match=f"select_topk: logits is Uninitialized{kind.title()}, expected a tensor"):
+        torch_api.select_topk(lazy, ends, k=2)
+    out = torch_api.select_topk(torch.zeros(2, 8, device=device), ends, k=2)
+    with pytest.raises(ArgumentError, match=f"select_topk: out indices is Uninitialized{kind.title()}, expected"):
+        torch_api.select_topk(torch.zeros(2, 8, device=device), ends, k=2, out=lazy)
+    assert out.tolist() == [[0, 1]] * 2
+
+
+def test_a_result_that_is_no_tensor(device: str) -> None:
+    arguments = arguments_of(OPS["sparse_mla"], device)
+    with pytest.raises(ArgumentError, match=r"sparse_mla: out lse is NoneType, expected torch\.Tensor"):
+        call(OPS["sparse_mla"], arguments, out=(torch.empty_like(call(OPS["sparse_mla"], arguments)[0]), None))
 
 
 def test_a_zero_tensor_has_no_memory(device: str) -> None:

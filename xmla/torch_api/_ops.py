@@ -21,8 +21,10 @@ from xmla.torch_api._batching import call_each, results_of_none
 from xmla.torch_api._memory import check_overlap, spaces
 from xmla.torch_api._run import (
     Tensors,
+    by_name,
     call,
     check_devices,
+    check_memory,
     check_out,
     check_placed,
     check_tensor,
@@ -33,6 +35,7 @@ from xmla.torch_api._run import (
     recall,
     run,
     specs_of,
+    written_names,
 )
 
 _library = torch.library.Library("xmla", "DEF")
@@ -71,6 +74,7 @@ def call_reference(
     specs = _result_specs(op, tensors, attrs, "reference")
     if out:
         check_out(op, specs, out, tensors[0].device)
+    check_memory(op, by_name(op, tensors) | written_names(op, out))
     if out or op.mutated:
         present = {name: spec for name, spec in specs_of(op, tensors).items() if spec is not None}
         memory = [tensor.data_ptr() for tensor in (*tensors, *out) if tensor is not None]
@@ -252,11 +256,6 @@ def _detaching_call(tensor: torch.Tensor) -> str | None:
     return REVERSE_MODE if tensor.requires_grad and torch.is_grad_enabled() else None
 
 
-def _is_traced() -> bool:
-    """Whether something around a call takes part in it: tracing, a mode, a transformation."""
-    return torch.compiler.is_compiling() or _private.dispatches()
-
-
 def _are_constants(tensors: Tensors) -> bool:
     """Whether the dispatcher would only call the kernel for them: no wrappers, no view to be negated, no autograd."""
     grad = torch.is_grad_enabled()
@@ -272,7 +271,7 @@ def _resolve_negated(
     op: Op, tensors: Tensors, results: Tensors, workspace: torch.Tensor | None
 ) -> list[torch.Tensor | None]:
     """Tensors that are negatives of their memory as tensors of their own; the dispatcher's way takes no `None`."""
-    written = {f"out {name}": result for name, result in zip(op.outputs, results, strict=False)}
+    written = written_names(op, results)
     written |= {op.mutates[i]: tensors[place] for i, place in enumerate(op.mutated)}
     for name, tensor in (written if workspace is None else written | {"workspace": workspace}).items():
         check_tensor(op, name, tensor, written=True)
@@ -341,7 +340,7 @@ def public(op: Op) -> Callable[..., Any]:
         if implementation is not None:
             op.check_implementation(implementation)
         results = () if out is None and workspace is None else _preallocated(op, out, workspace)
-        if not _is_traced():
+        if not (torch.compiler.is_compiling() or _private.dispatches()):  # a trace, a mode, a transformation
             recalled = recall(op, tensors, attrs, implementation)
             if recalled is not None and (not results or _are_constants(results)):
                 outputs = run(op, tensors, *recalled, results, workspace)

@@ -9,6 +9,7 @@ from functools import cache, cached_property
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedTensorMixin
 
 from xmla.core.compile import compiled, exec_function, specialize
 from xmla.core.config import settings
@@ -120,11 +121,24 @@ def check_tensor(op: Op, name: str, value: Any, written: bool = False) -> None:
     """Refuse what has no strides, and to write a tensor that is the negative of its memory."""
     if not isinstance(value, torch.Tensor):
         raise ArgumentError(f"{op.name}: {name} is {type(value).__name__}, expected torch.Tensor")
+    if isinstance(value, UninitializedTensorMixin):
+        raise ArgumentError(f"{op.name}: {name} is {type(value).__name__}, expected a tensor that has a shape")
     if value.is_nested or value.layout is not torch.strided:
         layout = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
         raise ArgumentError(f"{op.name}: {name} layout is {layout}, expected strided")
     if written and value.is_neg():
         raise ArgumentError(f"{op.name}: {name} is a negated view, expected memory that holds its values")
+
+
+def check_memory(op: Op, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse zero tensors, storages that were freed, and what a transformation that has ended has passed."""
+    for name, tensor in tensors.items():
+        try:
+            address = tensor.data_ptr()
+        except RuntimeError:
+            address = 0
+        if not address and tensor.numel():
+            raise ArgumentError(f"{op.name}: {name} has no memory, expected memory (clone() of a zero tensor has it)")
 
 
 def check_devices(op: Op, tensors: Tensors) -> None:
@@ -230,10 +244,13 @@ def recall(
 
     None where a gradient may be recorded, a pointer is not a multiple of 16, or another GPU is current.
     """
-    for match, prepared in call_cache.recent[op]:
-        pointers = match(tensors, attrs, implementation)
-        if pointers is not None:
-            return prepared, pointers
+    try:
+        for match, prepared in call_cache.recent[op]:
+            pointers = match(tensors, attrs, implementation)
+            if pointers is not None:
+                return prepared, pointers
+    except AttributeError:  # an argument is no tensor
+        return None
     return None
 
 
@@ -254,20 +271,22 @@ def matcher(
 
     `same` compares dtypes, shapes, strides, devices and dispatch keys of the given tensors with those of that call.
     """
-    present = tuple(name for name, tensor in zip(op.tensors, tensors, strict=True) if tensor is not None)
+    present = by_name(op, tensors)
+    filled = tuple(name for name, tensor in present.items() if tensor.numel())
     named = (*zip(op.defaults, attrs, strict=True), ("implementation", implementation))
     ordinal = tensors[0].get_device()  # −1 on the CPU
     literals = tuple(str(value) if value is None or isinstance(value, bool) else "" for _, value in named)
     scope = {"same": same, "current_device": _private.current_device, "ordinal": ordinal}
     for name, value in named:
         scope |= {f"{name}_value": value, f"{name}_type": type(value)}
-    return _match(tuple(op.tensors), present, tuple(op.defaults), literals, ordinal >= 0)(**scope)
+    return _match(tuple(op.tensors), tuple(present), filled, tuple(op.defaults), literals, ordinal >= 0)(**scope)
 
 
 @cache
 def _match(
-    tensors: tuple[str, ...], present: tuple[str, ...], attrs: tuple[str, ...], literals: tuple[str, ...], on_gpu: bool
-) -> Callable[..., Match]:
+    tensors: tuple[str, ...], present: tuple[str, ...], filled: tuple[str, ...], attrs: tuple[str, ...],
+    literals: tuple[str, ...], on_gpu: bool,
+) -> Callable[..., Match]:  # fmt: skip
     """What makes a `Match` of the values that it compares with: text is executed once, not for each call of a new size.
 
     A loop over arguments costs more than all comparisons. For an op of few arguments the `Match` reads
@@ -276,15 +295,20 @@ def _match(
         q, slots, lengths, = tensors
         scale, compact, = attrs
         if (lengths is None and type(scale) is scale_type and scale == scale_value and compact is False
-                and implementation is None and same(q, slots) and current_device() == ordinal):
+                and implementation is None and not (q.is_nested or slots.is_nested) and same(q, slots)
+                and current_device() == ordinal):
             q, slots, = q.data_ptr(), slots.data_ptr(),
-            if not (q % 16 or slots % 16):
+            if q and slots and not (q % 16 or slots % 16):
                 return [q, slots, ]
+
+    `same` asks a tensor for its strides, at which a nested one ends the process. The address of a storage that was
+    freed is 0; `filled` are tensors that have elements.
     """
     tests = [f"{name} is None" for name in tensors if name not in present]
     named = *attrs, "implementation"
     for name, literal in zip(named, literals, strict=True):  # True is not 1, nor is 1.0
         tests.append(f"{name} is {literal}" if literal else f"type({name}) is {name}_type and {name} == {name}_value")
+    tests.append(f"not ({' or '.join(f'{name}.is_nested' for name in present)})")
     tests += [f"same({', '.join(present)})", *["current_device() == ordinal"] * on_gpu]
 
     def each(names: tuple[str, ...], form: str = "{}, ") -> str:
@@ -297,7 +321,7 @@ def _match(
         {each(attrs) or "()"} = attrs
         if {" and ".join(tests)}:
             {each(present)} = {each(present, "{}.data_ptr(), ")}
-            if not ({" or ".join(f"{name} % 16" for name in present)}):
+            if {each(filled, "{} and ")}not ({" or ".join(f"{name} % 16" for name in present)}):
                 return [{each(present)}]
     return match"""
     return exec_function(text, "matching")
@@ -352,9 +376,7 @@ def make_family(op: Op, tensors: Tensors, attrs: Attributes, implementation: str
     device = tensors[0].device
     specs = specs_of(op, tensors)
     template = trace_call(op, tuple(specs.values()), attrs, device_of(device), implementation)
-    for name, tensor in _by_name(op, tensors).items():
-        if not tensor.data_ptr() and tensor.numel():
-            raise ArgumentError(f"{op.name}: {name} has no memory, expected memory (clone() of a zero tensor has it)")
+    check_memory(op, by_name(op, tensors))
     present = {name: spec for name, spec in zip(op.tensors, template.specs, strict=True) if spec is not None}
     pairs, distances = _memory.distances(op, _memory.spaces(op, present, template.results, template.workspace_bytes))
     launches, sequenced, numbers = None, None, ()
@@ -402,26 +424,33 @@ def check_placed(op: Op, out: Sequence[torch.Tensor]) -> None:
 
 
 def accepts_out(prepared: Prepared, out: Sequence[torch.Tensor]) -> bool:
-    """Whether `check_out` and `check_placed` would accept `out`, in a tenth of their time."""
-    if prepared.same_out is None or not prepared.same_out(*out):
-        for tensor, (shape, strides, dtype) in zip(out, prepared.results, strict=True):
-            if (
-                tensor.layout is not torch.strided
-                or tensor.is_nested
-                or tensor.is_meta
-                or tensor.shape != shape
-                or (tensor.stride() != strides and 0 not in shape)
-                or tensor.dtype is not dtype
-                or tensor.get_device() != prepared.ordinal
-            ):
-                return False
-        prepared.same_out = _private.comparison(out)
-    return not [tensor for tensor in out if tensor.data_ptr() % 16]
+    """Whether `check_out`, `check_placed` and `check_memory` would accept `out`, in a tenth of their time."""
+    try:
+        if prepared.same_out is None or [t for t in out if t.is_nested] or not prepared.same_out(*out):
+            for tensor, (shape, strides, dtype) in zip(out, prepared.results, strict=True):
+                if (
+                    tensor.layout is not torch.strided
+                    or tensor.is_nested
+                    or tensor.is_meta
+                    or tensor.shape != shape
+                    or (tensor.stride() != strides and 0 not in shape)
+                    or tensor.dtype is not dtype
+                    or tensor.get_device() != prepared.ordinal
+                ):
+                    return False
+            prepared.same_out = _private.comparison(out)
+        return not [t for t in out if (address := t.data_ptr()) % 16 or not (address or t.numel() == 0)]
+    except (AttributeError, RuntimeError):  # no tensor, or one without a storage
+        return False
 
 
 def accepts_workspace(prepared: Prepared, workspace: torch.Tensor) -> bool:
-    """Whether `check_workspace` has accepted a workspace like this one."""
-    return prepared.same_workspace is not None and prepared.same_workspace(workspace) and not workspace.data_ptr() % 16
+    """Whether `check_workspace` and `check_memory` have accepted a workspace like this one."""
+    same = prepared.same_workspace
+    if same is None or getattr(workspace, "is_nested", True) or not same(workspace):
+        return False
+    address = workspace.data_ptr()
+    return address != 0 and not address % 16
 
 
 def check_workspace(op: Op, workspace: torch.Tensor, nbytes: int, device: torch.device) -> None:
@@ -478,6 +507,7 @@ def look_up(
     except RuntimeError:
         check_tensors(op, tensors)
         check_fork(op)
+        check_memory(op, by_name(op, tensors))
         raise
     if elsewhere:
         with torch.cuda.device(ordinal):
@@ -513,9 +543,11 @@ def run(
         elif not accepts_out(prepared, out):
             check_out(op, prepared.specs[1], out, tensors[0].device)
             check_placed(op, out)
+            check_memory(op, written_names(op, out))
         if workspace is not None:
             if not accepts_workspace(prepared, workspace):
                 check_workspace(op, workspace, prepared.workspace_bytes, tensors[0].device)
+                check_memory(op, {"workspace": workspace})
                 prepared.same_workspace = _private.comparison([workspace])
         elif prepared.workspace_bytes:
             space = allocate((prepared.workspace_bytes,), (1,), torch.uint8)
@@ -533,7 +565,7 @@ def run(
     else:
         _launch(prepared, pointers, results, space)
     if taken is not None:
-        shadow.compare(taken, _by_name(op, tensors), results, take)
+        shadow.compare(taken, by_name(op, tensors), results, take)
     return results
 
 
@@ -555,15 +587,20 @@ def _check_overlap(
         _memory.check_overlap(op, dict([*spaces.items()][: len(addresses)]), addresses)
 
 
-def _by_name(op: Op, tensors: Tensors) -> dict[str, torch.Tensor]:
+def by_name(op: Op, tensors: Tensors) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in zip(op.tensors, tensors, strict=True) if tensor is not None}
+
+
+def written_names(op: Op, out: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Results that a call is given, by the names that messages have for them."""
+    return {f"out {name}": tensor for name, tensor in zip(op.outputs, out, strict=False)}
 
 
 def _check_and_sample(op: Op, tensors: Tensors, attrs: Attributes) -> shadow.Sample | None:
     """XMLA_CHECK's validation of a call, and XMLA_SHADOW's sample of it; neither works while a graph is captured."""
     if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    present, device = _by_name(op, tensors), device_of(tensors[0].device)
+    present, device = by_name(op, tensors), device_of(tensors[0].device)
     if settings.check:
         check_values(op, {name: to_numpy(tensor.cpu()) for name, tensor in present.items()}, attrs, device)
     if not settings.shadow:
