@@ -9,7 +9,6 @@ from functools import cache, cached_property
 from typing import Any
 
 import torch
-from torch.nn.parameter import UninitializedTensorMixin
 
 from xmla.core.compile import compiled, exec_function, specialize
 from xmla.core.config import settings
@@ -121,7 +120,7 @@ def check_tensor(op: Op, name: str, value: Any, written: bool = False) -> None:
     """Refuse what has no strides, and to write a tensor that is the negative of its memory."""
     if not isinstance(value, torch.Tensor):
         raise ArgumentError(f"{op.name}: {name} is {type(value).__name__}, expected torch.Tensor")
-    if isinstance(value, UninitializedTensorMixin):
+    if isinstance(value, torch.nn.UninitializedParameter | torch.nn.UninitializedBuffer):
         raise ArgumentError(f"{op.name}: {name} is {type(value).__name__}, expected a tensor that has a shape")
     if value.is_nested or value.layout is not torch.strided:
         layout = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
