@@ -39,7 +39,7 @@ def report(file: Path) -> str:
     steps = [(f"{line['trained']:,}", *(cell(line, name, "step_ms", "peak_gib") for name in NAMES)) for line in trained]
     return "\n".join([
         f"{origin(head)}, torch {head['versions']['torch']}, transformers {head['versions']['transformers']}.", "",
-        *table(("tokens of a prefill", *NAMES, "xmla's beside its ops and all else"), prefills), "",
+        *table(("tokens of a prefill", *NAMES, "xmla ÷ (its ops + all else)"), prefills), "",
         *table(("a decoded token behind", *NAMES, "without xmla's ops"), decodes), "",
         *table(("tokens of a training step", *NAMES), steps), "",
     ])  # fmt: skip

@@ -86,12 +86,13 @@ class Settings:
     selections_gib: float = _setting(
         "XMLA_SELECTIONS_GIB",
         _number,
-        "a number: a worker of vLLM records what requests select, in so many GiB of pinned memory of the host at most",
+        "GiB of pinned host memory, at most, in which each worker of vLLM records what requests select",
     )
     sglang_required: bool = _setting(
         "XMLA_SGLANG_REQUIRED",
         _flag,
-        "1: a process of SGLang into which xmla cannot be installed ends; without it, it serves with its own kernels",
+        "1: a process of SGLang ends if xmla cannot be installed into it; without the variable it serves with SGLang's own "
+        "kernels",
     )
 
     def __setattr__(self, name: str, value: Any) -> None:
