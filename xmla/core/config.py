@@ -91,8 +91,8 @@ class Settings:
     sglang_required: bool = _setting(
         "XMLA_SGLANG_REQUIRED",
         _flag,
-        "1: a process of SGLang ends if xmla cannot be installed into it; without the variable it serves with SGLang's own "
-        "kernels",
+        "1: a process of SGLang ends if xmla cannot be installed into it; without the variable it serves with SGLang's "
+        "own kernels",
     )
 
     def __setattr__(self, name: str, value: Any) -> None:
