@@ -16,7 +16,7 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from xmla.core.call import Problem, Result
+from xmla.core.call import Problem, Result, tokens_a_request
 from xmla.core.op import Op
 from xmla.core.values import Spec
 from xmla.jax_api._private import ManualContext, ShardingContext
@@ -167,7 +167,6 @@ def partitioned(
     def call(*arrays: Any) -> Any:
         if not numbered:
             return divided(*arrays)
-        tokens_each = max(problem["T"] // max(problem["B"], 1), 1)
-        return divided(*arrays, jnp.arange(problem["T"], dtype=jnp.int32) // tokens_each)
+        return divided(*arrays, jnp.arange(problem["T"], dtype=jnp.int32) // tokens_a_request(problem))
 
     return call
