@@ -13,7 +13,7 @@ from xmla.core.models.base import Model
 from xmla.core.models.checkpoint import model_config
 from xmla.core.models.v32 import ModelConfig
 from xmla.core.registry import registry
-from xmla.core.support import CHECKED, supports
+from xmla.core.support import checked_on, supports
 from xmla.core.values import KNOWN_DEVICES, Device, find_device
 
 ARGUMENTS = {name for op in registry().values() for name in op.tensors}
@@ -128,7 +128,7 @@ def support_of_model(config: Model, device: Device) -> dict[str, Any]:
     return {
         "device": device.name, "compute_capability": device.arch / 10, "ok": not refused,
         "implementations": {op: [*names] for op, names in choices.items()}, "reasons": [*refused],
-        "checked": "" if refused else CHECKED[device.arch],
+        "checked": "" if refused else checked_on(device),
     }  # fmt: skip
 
 

@@ -20,6 +20,11 @@ CHECKED = {
 }  # fmt: skip
 
 
+def checked_on(device: Device) -> str:
+    """What has run of the kernels for a GPU."""
+    return CHECKED.get(device.arch, "nothing")
+
+
 @dataclass(frozen=True, slots=True)
 class Support:
     """Whether a call is supported, and if not the message it would raise. Its truth value is `ok`."""
@@ -82,7 +87,7 @@ def supports(op: str, device: Device | str, /, **asked: int | str) -> Support:
         return Support(False, str(error), call=call)
     problem = declared.bind(specs, attrs)
     asked_by = "" if declared.steps else declared.choose(problem, device)[0].asked
-    return Support(True, implementation=asked_by, call=call, checked=CHECKED.get(device.arch, "nothing"))
+    return Support(True, implementation=asked_by, call=call, checked=checked_on(device))
 
 
 @cache

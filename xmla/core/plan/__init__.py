@@ -3,7 +3,7 @@
 from xmla.core.plan.chunking import Rows, divided, fewest_of_a_part, in_parts, join_parts
 from xmla.core.plan.clearing import clear
 from xmla.core.plan.fusion import Fusion, fuse
-from xmla.core.plan.implementation import ON_HOPPER, Condition, Implementation, choose
+from xmla.core.plan.implementation import ON_HOPPER, Condition, Implementation, choose, on_gpus
 from xmla.core.plan.overlap import overlap_limit
 from xmla.core.plan.plan import (
     ALIGNMENT,
@@ -43,5 +43,6 @@ __all__ = [
     "join",
     "join_parts",
     "most_registers",
+    "on_gpus",
     "overlap_limit",
 ]

@@ -21,7 +21,15 @@ class Condition:
     unmet: Callable[[Problem, Device], str | None]
 
 
-ON_HOPPER = Condition("compute capability 9.0", lambda _, device: None if device.arch == 90 else f"on {device.name}")
+def on_gpus(*arches: int) -> Condition:
+    """That the GPU is of one of these architectures."""
+    capabilities = " or ".join(f"{arch // 10}.{arch % 10}" for arch in arches)
+    return Condition(
+        f"compute capability {capabilities}", lambda _, device: None if device.arch in arches else f"on {device.name}"
+    )
+
+
+ON_HOPPER = on_gpus(90)
 
 
 @dataclass(frozen=True, slots=True)

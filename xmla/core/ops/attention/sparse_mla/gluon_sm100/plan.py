@@ -3,7 +3,7 @@ from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32
 from xmla.core.ops.attention.sparse_mla.gluon_sm90.common import HALVES, TILE_HEADS, TILE_KEYS
 from xmla.core.ops.attention.sparse_mla.gluon_sm100.kernel import sparse_mla_sm100_kernel
 from xmla.core.ops.attention.sparse_mla.splits import Config, attention_plan
-from xmla.core.plan import Condition, Implementation, Plan
+from xmla.core.plan import Condition, Implementation, Plan, on_gpus
 from xmla.core.values import Device
 
 FORMATS = (V32, V4, PLAIN, PLAIN_V4)
@@ -41,10 +41,7 @@ def _between_rows(problem: Problem, device: Device) -> str | None:
 
 
 CONDITIONS = (
-    Condition(
-        "compute capability 10.0 or 10.3",
-        lambda problem, device: None if device.arch in (100, 103) else f"on {device.name}",
-    ),
+    on_gpus(100, 103),
     Condition(" or ".join(repr(layout.name) for layout in FORMATS) + " entries", _other_format),
     Condition("bfloat16 queries over packed entries", _other_queries),
     Condition("one source, or two of one format", _mixed_sources),

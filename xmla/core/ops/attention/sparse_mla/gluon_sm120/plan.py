@@ -11,7 +11,7 @@ from xmla.core.ops.attention.sparse_mla.gluon_sm120.kernel import (
 )
 from xmla.core.ops.attention.sparse_mla.plan import MAX_HEADS
 from xmla.core.ops.attention.sparse_mla.splits import Config, attention_plan
-from xmla.core.plan import Condition, Implementation, Plan
+from xmla.core.plan import Condition, Implementation, Plan, on_gpus
 from xmla.core.values import Device, cdiv
 
 FEW = 8  # programs of 32 heads for so many SMs leave them idle, though keys are split
@@ -60,10 +60,7 @@ def _between_rows(problem: Problem, device: Device) -> str | None:
 
 
 CONDITIONS = (
-    Condition(
-        "compute capability 12.0 or 12.1",
-        lambda problem, device: None if device.arch in (120, 121) else f"on {device.name}",
-    ),
+    on_gpus(120, 121),
     Condition(" or ".join(repr(layout.name) for layout in FORMATS) + " entries", _other_format),
     Condition("bfloat16 queries over packed entries", _other_queries),
     Condition("one source, or two of one format", _mixed_sources),

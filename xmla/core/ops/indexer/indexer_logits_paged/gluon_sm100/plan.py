@@ -6,7 +6,7 @@ from xmla.core.ops.indexer.indexer_logits_paged.gluon_sm90.plan import PAGES
 from xmla.core.ops.indexer.indexer_logits_paged.gluon_sm100.kernel import MAX_ROWS, indexer_logits_paged_sm100_kernel
 from xmla.core.ops.indexer.indexer_logits_paged.plan import arrays_of, count_tiles, sizes_of
 from xmla.core.ops.indexer.shared import SM90_CONDITIONS, Pages, Query, group_tokens
-from xmla.core.plan import Condition, Constants, Implementation, Launch, Plan
+from xmla.core.plan import Constants, Implementation, Launch, Plan, on_gpus
 from xmla.core.values import Device, smaller
 
 
@@ -44,11 +44,7 @@ def plan(problem: Problem, device: Device) -> Plan:
     return Plan((launch,), problem.results, ("logits",))
 
 
-ARCHITECTURE = Condition(
-    "compute capability 10.0 or 10.3",
-    lambda problem, device: None if device.arch in (100, 103) else f"on {device.name}",
-)
 # Asked for by its own name alone: it has run on no GPU.
 IMPLEMENTATION = Implementation(
-    "gluon_sm100", plan, (ARCHITECTURE, *SM90_CONDITIONS[1:], PAGES), "gluon_sm100", by_name=True
+    "gluon_sm100", plan, (on_gpus(100, 103), *SM90_CONDITIONS[1:], PAGES), "gluon_sm100", by_name=True
 )
