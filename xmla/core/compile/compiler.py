@@ -109,14 +109,7 @@ def specialize(launch: Launch, plan: Plan, specs: Mapping[str, Spec]) -> Special
     if unaligned & anywhere:
         unaligned |= anywhere
     return Specialization(
-        launch.kernel,
-        tuple(types.items()),
-        launch.constexpr_values,
-        launch.num_warps,
-        launch.num_stages,
-        launch.num_ctas,
-        launch.max_registers,
-        frozenset(unaligned),
+        launch.kernel, tuple(types.items()), launch.constexpr_values, **launch.options, unaligned=frozenset(unaligned)
     )
 
 

@@ -162,10 +162,9 @@ class KernelList:
         present = {name: spec for name, spec in zip(op.tensors, template.specs, strict=True) if spec is not None}
         # The launches of a call's parts differ in sizes alone, and share the objects of all else.
         unlike = {
-            (each.kernel, id(each.constexprs), *each.arrays.items(), each.num_warps, each.num_stages, each.num_ctas,
-             each.max_registers): each
+            (each.kernel, id(each.constexprs), *each.arrays.items(), *each.options.values()): each
             for each in template.active
-        }  # fmt: skip
+        }
         self.listed |= dict.fromkeys(call.specialized(template.plan, unlike.values(), present))
         kind.families.insert(0, template.trace.function(()))
 

@@ -78,6 +78,4 @@ def _with_constants(launch: Launch, trace: Trace, constants: dict[int, Any]) -> 
     constexprs = constants.get(id(launch.constexprs))
     if constexprs is None:
         constexprs = constants[id(launch.constexprs)] = with_numbers(launch.constexprs, trace.fix)
-    names = "num_warps", "num_stages", "num_ctas", "max_registers"
-    options = {name: with_numbers(getattr(launch, name), trace.fix) for name in names}
-    return replace(launch, constexprs=constexprs, **options)
+    return replace(launch, constexprs=constexprs, **with_numbers(launch.options, trace.fix))

@@ -139,6 +139,11 @@ class Launch:
         return self.kernel.__name__
 
     @property
+    def options(self) -> dict[str, Any]:
+        """What the compiler is asked for besides constants, by name."""
+        return {name: getattr(self, name) for name in ("num_warps", "num_stages", "num_ctas", "max_registers")}
+
+    @property
     def size(self) -> str:
         """The size of a program, in words."""
         return f"{self.num_warps} warps" if self.num_ctas == 1 else f"{self.num_ctas} CTAs of {self.num_warps} warps"
