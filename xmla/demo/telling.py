@@ -58,8 +58,8 @@ def worst(figures: Sequence[Figure]) -> Iterator[str]:
         if quantity == "results":
             yield f"{sum(figure['ok'] for figure in group)} of {len(group)} results identical bit for bit"
             continue
-        found = (min if quantity == "selection" else max)(group, key=lambda figure: figure["value"])
-        value, bound = found["value"], float(found["bound"].split()[-1])
+        farthest = (min if quantity == "selection" else max)(group, key=lambda figure: figure["value"])
+        value, bound = farthest["value"], float(farthest["bound"].split()[-1])
         if quantity == "selection":
             yield f"selection {value:.0%} the same (at least {bound:.0%})"
         else:
