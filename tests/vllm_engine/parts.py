@@ -202,7 +202,7 @@ def quantized(interleaved: bool, cache: torch.dtype) -> list[int]:
 
 
 def page_bytes() -> dict[str, list[int]]:
-    """Of caches by the digest of their pages: bytes of a page by the spec of vLLM's layer, without and with padding."""
+    """Bytes of a page by the specs of vLLM's layers, without and with padding, by the digest of such pages."""
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
     from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
     from vllm.models.deepseek_v4.attention import DeepseekV4Attention, DeepseekV4IndexerCache
