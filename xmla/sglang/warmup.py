@@ -6,7 +6,7 @@ that a runner has, at the sizes that its steps may have.
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -14,7 +14,8 @@ import torch
 
 from xmla._warmup import make_engine_ready
 from xmla.compat.deep_gemm import row_stride
-from xmla.core.models import memory
+from xmla.core.formats.indexer import IndexerLayout
+from xmla.core.models import memory, selection
 from xmla.core.models.base import Call, map_call
 from xmla.core.models.steps import around_powers_of_2, full_waves, token_counts
 from xmla.core.values import Device, Spec, cdiv
@@ -66,48 +67,28 @@ def most_tokens(context: int) -> int:
     return chunk if chunk is not None and chunk > 0 else max(get_schedule().max_prefill_tokens, context)
 
 
-def integers(tokens: int) -> Spec:
-    """One for each token."""
-    return Spec((tokens,), "int32")
-
-
-def query(tokens: int, heads: int, dim: int) -> dict[str, Spec]:
-    """Arguments of the indexer's logits that each token has."""
-    return {"q8": Spec((tokens, heads, dim), "float8_e4m3fn"), "weights": Spec((tokens, heads), "float32")}
-
-
 def paged_logits(pool: Spec, heads: int, requests: int, width: int, new: int = 1) -> Call:
     """Logits over the pool [P, R, 132], of `new` tokens of each request, with a table of `width` pages."""
-    tokens, table = requests * new, Spec((requests, width), "int32")
-    pages = {"cache": pool, "block_table": table, "lengths": integers(tokens)}
-    called = query(tokens, heads, pool.shape[2] - 4) | pages
+    called = selection.paged(requests * new, heads, pool, (requests, width))
     return Call("indexer_logits_paged", called, {"max_len": row_stride(width * pool.shape[1])})
 
 
 def ragged_logits(tokens: int, columns: int, heads: int, dim: int) -> Call:
     """Logits over gathered keys."""
-    keys = row_stride(columns)
-    gathered = {"keys": Spec((keys, dim), "float8_e4m3fn"), "key_scales": Spec((keys,), "float32")}
-    ranges = {"starts": integers(tokens), "ends": integers(tokens)}
-    return Call("indexer_logits", query(tokens, heads, dim) | gathered | ranges, {}).with_unaligned()
+    called = selection.ragged(tokens, heads, row_stride(columns), IndexerLayout(dim))
+    return Call("indexer_logits", called, {}).with_unaligned()
 
 
 def select(tokens: int, columns: int, k: int, *more: str) -> Call:
     """The selection from logits, which are rows of a wider array."""
-    logits = {"logits": Spec((tokens, columns), "float32", (row_stride(columns), 1)), "ends": integers(tokens)}
-    return Call("select_topk", logits | dict.fromkeys(more, integers(tokens)), {"k": k})
-
-
-def map_tokens(k: int, page: int) -> Call:
-    """The call of `map_slots` with a row of the table for each token."""
-    call = map_call(k, page)
-    return replace(call, specs={name: spec for name, spec in call.specs.items() if name != "request_ids"})
+    logits = {"logits": Spec((tokens, columns), "float32", (row_stride(columns), 1))}
+    return Call("select_topk", logits | selection.of_tokens(tokens, "ends", *more), {"k": k})
 
 
 def select_calls(pool: Spec, heads: int, k: int, sizes: Sizes, device: Device) -> Iterator[Call]:
     """Calls of SGLang's indexer over its pool [P, R, 132]."""
     page, dim = pool.shape[1], pool.shape[2] - 4
-    yield map_tokens(k, page)
+    yield map_call(k, page, request_ids=False)
     yield map_call(k, page).with_unaligned()
     for new, width in product(sorted({1, sizes.new}), around_powers_of_2(sizes.pages)):
         most = sizes.requests * (sizes.new if new == 1 else 1)  # drafted tokens as requests, or a request's in one call
@@ -118,7 +99,7 @@ def select_calls(pool: Spec, heads: int, k: int, sizes: Sizes, device: Device) -
             yield select(count * new, width * page, k)
     for tokens in full_waves(device, sizes.tokens):  # of prompts with at most k keys, of zeros in place of logits
         zeros = Spec((tokens, k), "float32")
-        yield Call("select_topk", {"logits": zeros, "ends": integers(tokens)}, {"k": k})
+        yield Call("select_topk", {"logits": zeros} | selection.of_tokens(tokens, "ends"), {"k": k})
     for tokens, columns in product(full_waves(device, sizes.tokens), around_powers_of_2(sizes.keys)):
         yield ragged_logits(tokens, columns, max(heads, LEAST_HEADS), dim)
         yield select(tokens, columns, k, "starts").with_unaligned()

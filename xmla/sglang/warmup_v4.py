@@ -12,10 +12,10 @@ import torch
 
 from xmla.core.formats.mla import PLAIN_V4
 from xmla.core.models import memory
-from xmla.core.models.base import Call
+from xmla.core.models.base import Call, map_call
 from xmla.core.models.steps import SPLIT_TOKENS, around_powers_of_2, full_waves, token_counts
 from xmla.core.values import Device, Spec, cdiv
-from xmla.sglang.warmup import Sizes, make_ready, map_tokens, most_tokens, paged_logits, ragged_logits, select
+from xmla.sglang.warmup import Sizes, make_ready, most_tokens, paged_logits, ragged_logits, select
 from xmla.torch_api._arrays import device_of, spec_of
 
 PAGE = 256  # tokens, on which SGLang insists
@@ -58,7 +58,7 @@ def widths_of_entries(ratio: int, k: int, pages: int) -> list[int]:
 def select_calls(pool: Spec, heads: int, k: int, sizes: Sizes, device: Device) -> Iterator[Call]:
     """Calls of SGLang's indexer over its pool [P, R, 132], with a row of the page table for each token."""
     page, dim = pool.shape[1], pool.shape[2] - 4
-    yield map_tokens(k, page).with_unaligned()
+    yield map_call(k, page, request_ids=False).with_unaligned()
     for width in around_powers_of_2(sizes.pages):
         for tokens in (token_counts if width == sizes.pages else full_waves)(device, sizes.tokens):
             # SGLang divides a step's rows by the memory of their logits.

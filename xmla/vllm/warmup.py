@@ -17,7 +17,7 @@ from xmla._warmup import make_engine_ready
 from xmla.core.compile import compiling_allowed
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V32
-from xmla.core.models import memory
+from xmla.core.models import memory, selection
 from xmla.core.models.base import Call, map_call
 from xmla.core.models.steps import around_powers_of_2, full_waves, token_counts
 from xmla.core.values import Device, Spec, cdiv
@@ -93,20 +93,12 @@ def select_calls(
     The model has `written` the keys, if not the indexer does.
     """
     keys = IndexerLayout(cache.shape[2] - 4, sizes.key_format)
-    page, dim, form = cache.shape[1], keys.dim, {"cache_format": keys.format}
-
-    def query(tokens: int) -> dict[str, Spec]:
-        shape = tokens, heads, dim
-        return {"q8": Spec(shape, "float8_e4m3fn"), "weights": Spec(shape[:2], "float32")}
-
-    def a_token(tokens: int) -> Spec:
-        return Spec((tokens,), "int32")
-
+    page, form = cache.shape[1], {"cache_format": keys.format}
     if not written:
-        inserted = {"keys": Spec((1, dim), "bfloat16"), "slots": Spec((1,), "int64"), "cache": cache}
+        inserted = {"keys": Spec((1, keys.dim), "bfloat16"), "slots": Spec((1,), "int64"), "cache": cache}
         yield Call("write_indexer_cache", inserted, form)
-    yield Call("split_batch", {"query_starts": a_token(2), "lengths": a_token(1)}, {"num_tokens": 1})
-    yield Call("read_indexer_cache", {"cache": cache, "slots": a_token(1)}, form)
+    yield Call("split_batch", {"query_starts": Spec((2,), "int32"), "lengths": Spec((1,), "int32")}, {"num_tokens": 1})
+    yield Call("read_indexer_cache", {"cache": cache} | selection.of_tokens(1, "slots"), form)
     yield map_call(1, page).with_unaligned()
 
     topk, whole = {"k": k, "workspace_bytes": sizes.scratch}, sizes.ranks == 1
@@ -118,9 +110,8 @@ def select_calls(
         requests = sizes.requests * (sizes.new if new == 1 else 1)  # vLLM may make a request of each drafted token
         for count in token_counts(device, min(requests, sizes.tokens // new)):
             tokens = min(count * new, sizes.at_once(columns))
-            pages = {"cache": cache, "block_table": Spec((count, width), "int32")}
-            called = query(tokens) | pages | {"lengths": a_token(tokens)}
-            with_ids = called | {"request_ids": a_token(tokens)}
+            called = selection.paged(tokens, heads, cache, (count, width))
+            with_ids = called | selection.of_tokens(tokens, "request_ids")
             if blocks is not None:
                 for of_requests in (called, with_ids):
                     yield from block_calls(blocks, "_paged", of_requests, topk | form)
@@ -129,22 +120,19 @@ def select_calls(
                 yield Call("indexer_topk_paged", with_ids, topk | form)
             else:
                 yield Call("indexer_logits_paged", with_ids, form)
-                yield from share_calls({"ends": a_token(tokens)}, columns, k, sizes.ranks)
+                yield from share_calls(selection.of_tokens(tokens, "ends"), columns, k, sizes.ranks)
     for count in full_waves(device, sizes.tokens):
         most = min(sizes.keys, sizes.scratch // (4 * count))
         for columns in around_powers_of_2(most):
             tokens = min(count, sizes.at_once(columns))
-            values, scales = keys.dtypes
-            gathered = {"keys": Spec((columns, dim), values), "key_scales": Spec((columns,), scales)}
-            rows = {"starts": a_token(tokens), "ends": a_token(tokens)}
-            called = query(tokens) | gathered | rows
+            called = selection.ragged(tokens, heads, columns, keys)
             if blocks is not None:
                 yield from block_calls(blocks, "", called, topk)
             if whole:
                 yield Call("indexer_topk", called, topk)
             else:
                 yield Call("indexer_logits", called, {})
-                yield from share_calls(rows, columns, k, sizes.ranks)
+                yield from share_calls(selection.of_tokens(tokens, "starts", "ends"), columns, k, sizes.ranks)
 
 
 def quantize_calls(cache: Spec, heads: int) -> Iterator[Call]:

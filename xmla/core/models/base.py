@@ -183,9 +183,12 @@ def place(page: int, positions: int) -> Iterator[Call]:
         yield Call("map_slots", specs, {"page_size": page})
 
 
-def map_call(k: int, page: int, *, compact: bool = False) -> Call:
-    """The call of `map_slots`, whose kernel is the same for any number of tokens and any table."""
-    shapes = {"indices": (1, k), "block_table": (1, 1), "request_ids": (1,)}
+def map_call(k: int, page: int, *, compact: bool = False, request_ids: bool = True) -> Call:
+    """The call of `map_slots`, whose kernel is the same for any number of tokens and any table.
+
+    Without `request_ids` each token has a row of the table.
+    """
+    shapes = {"indices": (1, k), "block_table": (1, 1)} | ({"request_ids": (1,)} if request_ids else {})
     specs = {name: Spec(shape, "int32") for name, shape in shapes.items()}
     return Call("map_slots", specs, {"page_size": page, "compact": compact})
 
