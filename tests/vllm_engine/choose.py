@@ -12,7 +12,7 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from packaging.version import Version
@@ -21,6 +21,7 @@ sys.modules["vllm._C_stable_libtorch"] = ModuleType("vllm._C_stable_libtorch")
 
 from vllm import platforms  # noqa: E402
 from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config  # noqa: E402
+from vllm.config.cache import CacheDType  # noqa: E402
 from vllm.model_executor.models import registry  # noqa: E402
 from vllm.platforms import cuda  # noqa: E402
 from vllm.platforms.interface import DeviceCapability  # noqa: E402
@@ -299,6 +300,7 @@ def choose() -> None:
             backends = "None", "CUSTOM", f"FLASHMLA_SPARSE_DS{each.upper()}"
             found[each] = {name: v4_layers(each, name) for name in backends}
         found["unserved"], found["another"] = {each: v4_unserved(each) for each in versions}, without_another()
+        found["caches"] = {name: refused((9, 0), selector(name)) for name in get_args(CacheDType)}
         found["512 dims"] = []
         for roped in (0, 64):
             config.model_config = SimpleNamespace(hf_text_config=SimpleNamespace(qk_rope_head_dim=roped))

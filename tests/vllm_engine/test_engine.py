@@ -621,6 +621,12 @@ def test_where_vllm_takes_it(run: Callable[..., Any]) -> None:
     assert {name for name, reasons in refused["fp8"].items() if reasons} == without_e4m3
     assert all(refused["fp8"][name] == ["compute capability not supported"] for name in without_e4m3)
     assert all("non-sparse not supported" in reasons for reasons in refused["dense"].values())
+    served = {"auto", "bfloat16", "fp8", "fp8_ds_mla", "nvfp4_ds_mla"}
+    assert served <= {*refused["caches"]} | ({"nvfp4_ds_mla"} if OLD else set())
+    assert all(
+        reasons == ([] if name in served else ["kv_cache_dtype not supported"])
+        for name, reasons in refused["caches"].items()
+    )
     assert refused["another"].startswith("No valid attention backend found"), refused["another"]
     assert "CUSTOM: [PCP not supported]" in refused["another"]
     whose = {"load_model": "warmup", "determine_available_memory": "warmup"}

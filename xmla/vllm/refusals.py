@@ -10,6 +10,7 @@ from packaging.version import Version
 from xmla.core.config import settings
 from xmla.core.errors import UnsupportedError
 from xmla.core.values import MIN_E4M3_ARCH
+from xmla.vllm.contract import OTHERWISE
 
 # Architectures, by vLLM's names, of which one was tried, or whose layers are those of one: what vLLM builds of V3.2's
 # layers, and those that have attention of their own here.
@@ -24,10 +25,7 @@ def refuse(reasons: Mapping[str, bool]) -> None:
     """Raise UnsupportedError with those of `reasons` that are true."""
     unserved = [reason for reason, there in reasons.items() if there]
     if unserved:
-        raise UnsupportedError(
-            f"xmla.vllm: not served: {', '.join(unserved)}; without xmla in VLLM_PLUGINS vLLM serves with its own "
-            "kernels"
-        )
+        raise UnsupportedError(f"xmla.vllm: not served: {', '.join(unserved)}; {OTHERWISE}")
 
 
 def unserved(config: Any) -> dict[str, bool]:
