@@ -161,10 +161,8 @@ def test_what_is_not_served_is_refused(device: str) -> None:
         LatentCache(model.config)
     with pytest.raises(UnsupportedError, match="layer 0 of a DynamicCache keeps no compressed entries, supported: Dyn"):
         logits(model, tokens, cache=DynamicCache())
-    with pytest.raises(
-        UnsupportedError, match="indexer_loss: indexers of deepseek_v4 score groups of tokens, supported"
-    ):
-        model(tokens, use_cache=False, indexer_loss=IndexerLoss())
+    with pytest.raises(UnsupportedError, match="indexer_loss: a DynamicCache is given, supported: none; pass use_c"):
+        model(tokens, cache=DynamicCache(config=model.config), indexer_loss=IndexerLoss())
     with pytest.raises(UnsupportedError, match=r"attention_mask is torch\.float32 of shape \(1, 1, 8, 10\), supported"):
         logits(model, tokens, attention_mask=torch.zeros(1, 1, 8, 8, device=device))
     with pytest.raises(UnsupportedError, match="a query's keys are not one after another"):

@@ -138,8 +138,9 @@ def test_gradients_are_those_of_eager_attention(autocast: bool, device: str) -> 
 
 def test_what_is_not_served_is_refused(device: str) -> None:
     model, tokens = build(KIND, device), text(device, 1, 8)
-    with pytest.raises(UnsupportedError, match="indexer_loss: indexers of glm5_next_text score groups of tokens, supp"):
-        model(tokens, use_cache=False, indexer_loss=IndexerLoss())
+    named = "indexer_loss: a LatentCache is given, supported: none; pass use_cache=False"
+    with pytest.raises(UnsupportedError, match=named), torch.no_grad():
+        model(tokens, cache=LatentCache(model.config), indexer_loss=IndexerLoss())
     with pytest.raises(
         UnsupportedError, match="LatentCache: the indexer's keys are pooled by gates, those of fp8 have"
     ):

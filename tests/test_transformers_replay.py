@@ -9,7 +9,7 @@ from conftest import require_transformers
 
 require_transformers()
 
-from small_transformers import KEYED, attending, build, padded, text
+from small_transformers import KEYED, attending, build, distance, padded, text
 
 from xmla import torch_api as xt
 from xmla.core.errors import ArgumentError, UnsupportedError
@@ -110,6 +110,96 @@ def test_a_pass_in_parts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         model(tokens, use_cache=False, selections=selections, **mask)
     parts = counted(noted.taken(), first_keys(tokens, "left"))
     assert all(torch.equal(parts[layer], layers[layer]) for layer in layers)
+
+
+GROUPED = {"deepseek_v4": 4, "glm5_next_text": 4}  # tokens of an entry, of a pool
+
+
+class NotedGroups(Noted):
+    """Entries, or pools, that each indexer of a model selects, counted from the first token that is no padding."""
+
+    def __init__(self, model: Any, kind: str) -> None:
+        self.layers, self.pools = {}, kind == "glm5_next_text"
+        for name, each in model.named_modules():
+            if name.endswith(".indexer"):
+                number = int(name.partition("layers.")[2].partition(".")[0])
+                each.register_forward_hook(lambda *given, number=number: self.take(number, given[-1]))
+
+    def take(self, number: int, result: torch.Tensor) -> None:
+        if self.pools:
+            members = result[..., : result.shape[-1] // 4 * 4 : 4]
+            first = torch.where(result < 0, TOKENS, result).amin((1, 2), keepdim=True)
+            result = torch.where(members < 0, -1, (members - first) // 4)
+        rows = torch.nn.functional.pad(result, (0, 4 - result.shape[-1]), value=-1)
+        self.layers.setdefault(number, []).append(rows.to(torch.int32))
+
+
+def newest(rows: torch.Tensor) -> torch.Tensor:
+    """A selection of as many groups that no indexer made: of those that a token sees the last ones."""
+    complete = (torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device)[:, None] + 1) // 4
+    column = torch.arange(4, dtype=torch.int32, device=rows.device)
+    chosen = (complete - 4).clamp(min=0) + column
+    return torch.where(chosen < complete, chosen, -1).expand_as(rows).contiguous()
+
+
+@pytest.mark.parametrize("how", ["none", "left", "right"])
+@pytest.mark.parametrize("kind", GROUPED)
+def test_a_pass_with_its_own_groups_has_its_bits(
+    kind: str, how: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of entries and of pools; also in parts, which a cache joins."""
+    model, tokens = build(kind, device), text(device)
+    noted, given = NotedGroups(model, kind), {"use_cache": False} | padded(tokens, how)
+    real = given.get("attention_mask", torch.ones_like(tokens)).bool()
+    with torch.no_grad():
+        own = model(tokens, **given).logits
+        layers = noted.taken()
+        selections = Selections(model.config, layers)
+        assert torch.equal(model(tokens, selections=selections, **given).logits[real], own[real])
+        noted.taken()
+        monkeypatch.setattr(models, "AT_ONCE", 12)
+        parts = model(tokens, selections=selections, **given).logits
+    assert all(torch.equal(rows[real], layers[layer][real]) for layer, rows in noted.taken().items())
+    assert distance(parts.float(), own.float(), real) < 0.02
+
+
+@pytest.mark.parametrize("kind", GROUPED)
+def test_given_groups_are_attended_to_and_no_others(kind: str, device: str) -> None:
+    """Others than the indexers', from the host; indexers learn from them, and are not asked without a loss."""
+    model, tokens = build(kind, device), text(device)
+    noted = NotedGroups(model, kind)
+    with torch.no_grad():
+        own = model(tokens, use_cache=False).logits
+        layers = {layer: newest(rows).cpu() for layer, rows in noted.taken().items()}
+        selections = Selections(model.config, layers)
+        replayed = model(tokens, use_cache=False, selections=selections).logits
+    assert all(torch.equal(rows.cpu(), layers[layer]) for layer, rows in noted.taken().items())
+    assert not torch.equal(replayed, own)
+    losses = IndexerLoss()
+    out = model(tokens, labels=tokens, use_cache=False, selections=selections, indexer_loss=losses)
+    losses.added_to(out.loss).backward()
+    assert torch.equal(out.logits.detach(), replayed) and losses.layers.keys() == layers.keys()
+    assert all(each.grad.any() for name, each in model.named_parameters() if ".indexer." in name)
+
+
+@pytest.mark.parametrize("kind", GROUPED)
+def test_groups_that_do_not_fit_are_refused(kind: str, device: str) -> None:
+    model, tokens = build(kind, device), text(device)
+    rows = newest(torch.zeros(2, TOKENS, 4, dtype=torch.int32, device=device))
+    with pytest.raises(ArgumentError, match=r"given for layers \[0, 1\], expected \[0\], which select keys"):
+        Selections(model.config, {0: rows, 1: rows})
+    with pytest.raises(ArgumentError, match=r"layer 0 has shape \(2, 41, 16\), expected \[batch, tokens, 4\]"):
+        Selections(model.config, {0: rows.repeat(1, 1, 4)})
+    early = rows.clone()
+    early[1, 6, 0] = 1  # of tokens 4 to 7
+    with pytest.raises(
+        ArgumentError, match="token 6 has keys that it does not see: 1 keys up to 1, expected 1 below 1"
+    ):
+        model(tokens, use_cache=False, selections=Selections(model.config, {0: early}))
+    few = rows.clone()
+    few[0, 9] = -1
+    with pytest.raises(ArgumentError, match="token 9 has another number of keys: 0 keys up to -1, expected 2 below 2"):
+        model(tokens, use_cache=False, selections=Selections(model.config, {0: few}))
 
 
 def exact(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

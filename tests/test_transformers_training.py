@@ -111,6 +111,99 @@ def test_losses_and_gradients_are_those_of_eager_attention(kind: str, how: str, 
             assert theirs.grad is None and (ours.grad is None or not ours.grad.any()), name
 
 
+def indexed(model: Any) -> list[tuple[Any, Any]]:
+    """Layers of groups of tokens, and their indexers."""
+    layers = [layer for layer in attentions(model) if hasattr(layer, "indexer") or hasattr(layer, "compressor")]
+    return [(layer, indexer) for layer in layers if (indexer := models._indexer_of(layer)) is not None]
+
+
+class Eager:
+    """A model's losses by its own eager attention and PyTorch's operations, where indexers score groups of tokens."""
+
+    def __init__(self, model: Any, selected: dict[int, torch.Tensor]) -> None:
+        self.selected, self.losses = selected, {}
+        self.scores: dict[int, torch.Tensor] = {}
+        for layer, indexer in indexed(model):
+            number = layer.layer_idx
+            indexer.register_forward_hook(lambda *_, number=number: self.selected[number])
+            layer.register_forward_hook(lambda module, args, result: self.note(module, result[1]))
+            if hasattr(indexer, "scorer"):
+                note = lambda module, args, result, number=number: self.scores.update({number: result})
+                indexer.scorer.register_forward_hook(note)
+            else:
+                indexer.register_forward_pre_hook(self.score_pools, with_kwargs=True)
+
+    def score_pools(self, indexer: Any, args: Any, given: dict[str, Any]) -> None:
+        """Scores [B, S, P], −inf of pools with padding, with the gradient that transformers' own indexer lacks."""
+        x, residual = given["hidden_states"].detach(), given["q_resid"].detach()
+        query = indexer.wq_b(residual).unflatten(-1, (-1, indexer.head_dim)).float()
+        gates = torch.nn.functional.linear(x, indexer.index_kpool_compress_gate)
+        states = torch.cat([indexer.k_norm(indexer.wk(x)), gates, given["attention_mask"][..., None].to(x.dtype)], -1)
+        keys, self.members, _ = indexer.get_pooled_states(states)
+        scores = torch.einsum("bsid,bpd->bsip", query, keys.float()).relu() * indexer.softmax_scale
+        weights = indexer.weights_proj(x).float() * indexer.n_heads**-0.5
+        self.scores[indexer.layer_idx] = torch.einsum("bsip,bsi->bsp", scores, weights)
+
+    def note(self, layer: Any, probabilities: torch.Tensor) -> None:
+        number = layer.layer_idx
+        scores, attended, keys = self.scores[number], probabilities.detach().float().sum(1), self.selected[number]
+        count = scores.shape[2]
+        if hasattr(layer, "compressor"):  # entries stand behind the window
+            target = attended[..., -count:]
+        else:
+            target = torch.stack([attended[..., members[0]].sum(-1) for members in self.members.unbind(1)], -1)
+            pool = layer.indexer.index_kpool
+            first = keys[..., : keys.shape[2] // pool * pool : pool]
+            keys = torch.where(first < 0, -1, (first - self.members[:, :1, :1]) // pool)
+        chosen = torch.zeros(*scores.shape[:2], count + 1, dtype=torch.bool, device=keys.device)
+        chosen = chosen.scatter(2, keys.where(keys >= 0, count).long(), True)[..., :-1]
+        target = target * chosen
+        target = target / target.sum(-1, keepdim=True).clamp(min=1e-30)
+        logs = scores.masked_fill(~chosen, -torch.inf).log_softmax(-1).masked_fill(~chosen, 0)
+        each = (torch.special.xlogy(target, target) - target * logs).sum(-1)
+        self.losses[number] = each.sum() / each.numel()
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("kind", ["deepseek_v4", "glm5_next_text"])
+def test_losses_over_groups_are_those_of_eager_attention(kind: str, dense: bool, device: str) -> None:
+    """Of entries, and of pools, at those that xmla selected."""
+    model, tokens = build(kind, device), text(device, 2, 41)
+    eager = attending(copy.deepcopy(model), "eager")
+    losses, selected = IndexerLoss(dense), {}
+    for layer, indexer in indexed(model):
+        note = lambda *given, number=layer.layer_idx: selected.update({number: given[-1]})
+        indexer.register_forward_hook(note)
+    out = model(tokens, labels=tokens, use_cache=False, indexer_loss=losses)
+    total = losses.added_to(0 * out.loss, 0.5)
+    total.backward()
+    expected = Eager(eager, {number: each.long() for number, each in selected.items()})
+    eager(tokens, use_cache=False)
+    assert losses.layers.keys() == expected.losses.keys() and losses.layers
+    for layer, loss in expected.losses.items():
+        assert float(losses.layers[layer]) == pytest.approx(loss.item(), rel=0.03), layer
+        assert loss > 0.01
+    (0.5 * torch.stack([*expected.losses.values()]).sum()).backward()
+    learning = 0
+    for (name, ours), theirs in zip(model.named_parameters(), eager.named_parameters(), strict=True):
+        if ".indexer." in name:
+            everything = torch.ones_like(ours).bool()
+            assert distance(ours.grad.float(), theirs[1].grad.float(), everything) < 0.05, name
+            learning += 1
+        else:
+            assert ours.grad is None or not ours.grad.any(), name
+    assert learning >= 6
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v4", "glm5_next_text"])
+def test_a_text_shorter_than_a_group_has_a_loss_of_zero(kind: str, device: str) -> None:
+    model, tokens = build(kind, device), text(device, 1, 3)
+    losses = IndexerLoss()
+    out = model(tokens, labels=tokens, use_cache=False, indexer_loss=losses)
+    losses.added_to(out.loss).backward()
+    assert losses.layers and not any(map(float, losses.layers.values()))
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_has_the_same_bits(reentrant: bool, device: str) -> None:
     """Layers that are computed again in the backward pass."""

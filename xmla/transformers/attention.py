@@ -60,7 +60,7 @@ def attend(
     invariant = selections is not None and selections.batch_invariant
     latent, lse = xt.sparse_mla(q, rows, slots, sink=sink, softmax_scale=scale, batch_invariant=invariant)
     out = torch.einsum("bshl,hvl->bshv", latent.unflatten(0, (batch, queries)).to(up_value.dtype), up_value)
-    if indexer_loss is None:
+    if indexer_loss is None or module.indexer is None:
         return out, None
     if sink is not None:
         lse = torch.logaddexp(lse, sink)  # a head's probabilities are its share of the sum over heads

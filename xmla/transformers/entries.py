@@ -15,9 +15,12 @@ from transformers.masking_utils import and_masks, padding_mask_function, prepare
 
 from xmla import torch_api as xt
 from xmla.core.errors import UnsupportedError
+from xmla.transformers.asked import asked
 from xmla.transformers.attention import autocast, flat, hooked, of_16_bits, slots_of
-from xmla.transformers.masks import Visible, bounds
-from xmla.transformers.selection import Keys, select
+from xmla.transformers.learning import IndexerLoss
+from xmla.transformers.masks import Seen, Visible, bounds
+from xmla.transformers.replay import Selections
+from xmla.transformers.selection import Keys, Projected, select
 
 
 def window(
@@ -53,7 +56,8 @@ def part(attention: Any, whole: dict[str, Any], first: int, last: int) -> torch.
 
 def attend(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor,
-    scaling: float, *, s_aux: torch.Tensor, dropout: float = 0.0, **others: Any,
+    scaling: float, *, s_aux: torch.Tensor, dropout: float = 0.0, indexer_loss: IndexerLoss | None = None,
+    selections: Selections | None = None, **others: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Attention of queries [B, H, S, D] to rows [B, 1, N, D], which are values too: out [B, S, H, D].
 
@@ -74,11 +78,30 @@ def attend(
     place = torch.arange(module.sliding_window, dtype=torch.int32, device=query.device)
     chosen = [torch.where(place < count, first + place, -1), torch.where(entries < 0, entries + key.shape[2], -1)]
     rows, apart = flat(key[:, 0])
-    out, _ = xt.sparse_mla(
-        query.transpose(1, 2).flatten(0, 1), rows, slots_of(torch.cat(chosen, -1), apart), sink=s_aux.float(),
-        softmax_scale=float(scaling),
+    q, sink, scale = query.transpose(1, 2).flatten(0, 1), s_aux.float(), float(scaling)
+    out, lse = xt.sparse_mla(
+        q, rows, slots_of(torch.cat(chosen, -1), apart), sink=sink, softmax_scale=scale,
+        batch_invariant=selections is not None and selections.batch_invariant,
     )  # fmt: skip
-    return out.unflatten(0, (batch, queries)), None
+    out = out.unflatten(0, (batch, queries))
+    if indexer_loss is None or getattr(module.compressor, "indexer", None) is None:
+        return out, None
+    last = key.shape[2] - queries  # there is no cache, so that the others are as many rows as there are queries
+    own = slots_of(torch.where(entries < 0, entries + last, -1), last)
+    lse = torch.logaddexp(lse, sink)  # a head's probabilities are its share of the sum over heads
+    return indexer_loss.joined(module, out, q, key[:, 0, queries:].flatten(0, 1)[:, None], own, lse, scale), None
+
+
+def seen(layer: Any, whole: dict[str, Any]) -> Seen:
+    """Entries that an indexer may select, of a pass without a cache."""
+    attention_mask, positions = whole["attention_mask"], whole["position_ids"]
+    queries = attention_mask.shape[2]
+    first, count = attention_mask[:, 0, :, 0], attention_mask[:, 0, :, 1]
+    place = torch.arange(queries, device=first.device)
+    real = (count > 0) & (first + count - 1 == place)
+    indexer = layer.compressor.indexer
+    complete = _complete(indexer, positions, queries // indexer.compress_rate).expand(len(real), -1)
+    return Seen(complete, real, torch.nn.functional.pad(positions[:, 1:] > positions[:, :-1], (0, 1)))
 
 
 def heavily(
@@ -105,20 +128,33 @@ def sparsely(
     return entries[:, None], torch.where(chosen < 0, 0, chosen - entries.shape[1])[:, None]
 
 
-@torch.no_grad()
 def index(
     indexer: Any, hidden_states: torch.Tensor, q_residual: torch.Tensor, position_ids: torch.Tensor, cache: Any,
     layer_idx: int,
 ) -> torch.Tensor:  # fmt: skip
     """The entries that each query selects, [B, S, min(k, T)] int32, −1 at the end."""
-    keys = _entries(indexer, "indexer", hidden_states, cache, layer_idx)
-    query = indexer.q_b_proj(q_residual).unflatten(-1, (-1, indexer.head_dim))
-    query = _rotated(indexer, query, hidden_states, position_ids)
-    scorer = indexer.scorer
-    weights = scorer.weights_proj(hidden_states).float() * (scorer.weights_scaling * scorer.softmax_scale)
+    losses, selected = asked()
+    if losses is not None:
+        losses.refuse(cache)
+    if selected is not None and losses is None and cache is None:  # nobody reads what is projected
+        return selected.to(hidden_states.device)
+    hidden_states, q_residual = hidden_states.detach(), q_residual.detach()
+    with torch.set_grad_enabled(losses is not None and torch.is_grad_enabled()):
+        keys = _entries(indexer, "indexer", hidden_states, cache, layer_idx)
+        query = indexer.q_b_proj(q_residual).unflatten(-1, (-1, indexer.head_dim))
+        query = _rotated(indexer, query, hidden_states, position_ids)
+        scorer = indexer.scorer
+        weights = scorer.weights_proj(hidden_states).float() * (scorer.weights_scaling * scorer.softmax_scale)
+        projected = Projected(of_16_bits(query), autocast(keys), weights)
     ends = _complete(indexer, position_ids, keys.shape[1]).expand(len(keys), -1)
-    seen = Visible(torch.zeros_like(ends), ends, None)
-    return select(of_16_bits(query), weights, Keys(autocast(keys)), seen, indexer.index_topk)
+    visible = Visible(torch.zeros_like(ends), ends, None)
+    if losses is not None:
+        losses.keep(layer_idx, projected, visible)
+    if selected is not None:
+        return selected.to(hidden_states.device)
+    k = keys.shape[1] if losses is not None and losses.dense else indexer.index_topk
+    with torch.no_grad():
+        return select(projected.query, weights, Keys(projected.keys), visible, k)
 
 
 def _complete(compressor: Any, position_ids: torch.Tensor, count: int) -> torch.Tensor:

@@ -15,11 +15,20 @@ from xmla.transformers.selection import Projected
 UNIT = 2.0**12
 
 
+class Pools(NamedTuple):
+    """Selected keys of an indexer that are pools of tokens."""
+
+    slots: torch.Tensor  # [B·S, K] int32, −1 anywhere, of keys [B·P, D]
+    size: int  # tokens of a pool
+
+
 class _Selection(NamedTuple):
     """What an indexer made of a layer's tokens, for the layer's attention."""
 
     projected: Projected
     seen: Visible
+    real: torch.Tensor  # [B, S] bool, which tokens are no padding
+    pools: Pools | None
 
 
 class IndexerLoss:
@@ -30,8 +39,9 @@ class IndexerLoss:
         losses.added_to(out.loss).backward()
 
     A layer's is KL(attention's probabilities, summed over heads ‖ softmax of the indexer's scores) over the keys that
-    each token attends to, the mean over tokens that are no padding. Attention and what the indexer reads are constants
-    in it. Layers that share a selection have none.
+    each token selects, the mean over tokens that are no padding. Attention and what the indexer reads are constants
+    in it. Layers that share a selection have none. DeepSeek-V4's indexers score entries, and GLM-5.3-Flash's pools, of
+    which a probability is the sum of its tokens'.
 
     Args:
         dense: Attend to all keys that a token sees, as in the indexer's warm-up, instead of the selected ones.
@@ -44,6 +54,7 @@ class IndexerLoss:
     def __init__(self, dense: bool = False) -> None:
         self.dense = Attr("dense", bool, False, None).plain("IndexerLoss", dense)
         self.layers: dict[int, torch.Tensor] = {}
+        self._real: dict[int, torch.Tensor] = {}
         self._selections: dict[int, _Selection] = {}
         self._added = False
         self._gradient: torch.Tensor | None = None  # of each layer's loss
@@ -73,17 +84,26 @@ class IndexerLoss:
         layers = torch.stack([each.to(loss.device) for each in self.layers.values()]).sum()
         return _Total.apply(loss, coeff * layers, coeff, self)
 
-    def keep(self, indexer: Any, projected: Projected, seen: Visible) -> None:
-        """Note what a layer's indexer made, of which the layer's attention makes the loss.
+    def begin(self, layer: int, real: torch.Tensor) -> None:
+        """Note which tokens [B, S] of a layer are no padding, before its indexer is called.
 
         Raises:
             ArgumentError: The pass is not the first one.
-            UnsupportedError: There are other keys than those of the pass's tokens.
         """
-        layer = indexer.layer_idx
         if layer in self.layers and self._gradient is None:  # there is one in a backward pass that computes it again
             raise ArgumentError("indexer_loss: given to two passes, expected a new IndexerLoss for each")
-        self._selections[layer] = _Selection(projected, seen)
+        self._real[layer] = real
+
+    def keep(self, layer: int, projected: Projected, seen: Visible, pools: Pools | None = None) -> None:
+        """Note what a layer's indexer made, of which the layer's attention makes the loss."""
+        self._selections[layer] = _Selection(projected, seen, self._real.pop(layer), pools)
+
+    def refuse(self, cache: Any) -> None:
+        """Raise UnsupportedError if there is a cache, of which groups of tokens would be."""
+        if cache is not None:
+            raise UnsupportedError(
+                f"indexer_loss: a {type(cache).__name__} is given, supported: none; pass use_cache=False"
+            )
 
     @torch.compiler.disable  # the object is changed, and its gradient comes by another way than the graph's
     def joined(
@@ -94,32 +114,50 @@ class IndexerLoss:
 
         Args:
             out: The layer's result.
-            query, rows, slots, lse: Arguments and result of its `sparse_mla`, of tokens [B·S] and rows [B·N, 1, ·].
+            query, rows, slots: Arguments of its `sparse_mla`, of tokens [B·S] and rows [B·N, 1, ·]: of the rows that
+                its indexer selects. Of pools the slots of their tokens come first, pool after pool.
+            lse: Its result, with sinks and other rows.
             scaling: Factor of its scores.
         """
-        if module.indexer is None:
-            return out
         if query.shape[1] != module.num_heads:
             raise UnsupportedError(
                 f"indexer_loss: this rank has {query.shape[1]} of {module.num_heads} heads, supported: all"
             )
-        projected, seen = self._selections.pop(module.layer_idx)
-        real = seen.real()
+        kept = self._selections.pop(module.layer_idx)
+        if kept.projected.keys.shape[1]:
+            tokens = kept.real.sum().clamp(min=1)
+            loss = self._average(kept, query, rows, slots, lse, scaling) * (kept.real.numel() / UNIT / tokens)
+        else:  # no group of tokens is complete
+            loss = torch.zeros((), device=out.device)
+        self.layers.setdefault(module.layer_idx, loss.detach())
+        return _Joined.apply(out, loss, self)
+
+    def _average(
+        self, kept: _Selection, query: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, lse: torch.Tensor,
+        scaling: float,
+    ) -> torch.Tensor:  # fmt: skip
+        """UNIT times the sum of the tokens' losses, divided by all tokens."""
+        projected, seen, real, pools = kept
         index_q, index_k, weights = (each.flatten(0, 1) for each in projected)
-        constants = query.detach(), rows.detach()[:, 0], lse.detach()
+        attended = query.detach(), rows.detach()[:, 0], lse.detach()
+        padding = ~real.flatten()[:, None]
+        if pools is not None:
+            indices = pools.slots.masked_fill(padding, -1)
+            members = slots[:, : indices.shape[1] * pools.size]
+            target = xt.indexer_target(*attended, members, softmax_scale=scaling)
+            target = target.unflatten(1, (-1, pools.size)).sum(2)
+            return xt.indexer_loss(index_q, index_k, weights, indices=indices, target=target, coeff=UNIT)[0][0]
         starts = ends = indices = None
         if self.dense and seen.order is None:  # ranges, of which no table is read
-            first = torch.arange(len(real), dtype=torch.int32, device=real.device)[:, None] * real.shape[1]
+            count = projected.keys.shape[1]
+            first = torch.arange(len(real), dtype=torch.int32, device=real.device)[:, None] * count
             bounds = seen.starts, torch.where(real, seen.ends, seen.starts)
             starts, ends = ((each + first).flatten() for each in bounds)
         else:
-            indices = slots.masked_fill(~real.flatten()[:, None], -1)
-        average = xt.indexer_loss(
-            index_q, index_k, weights, *constants, ends, starts, indices, softmax_scale=scaling, coeff=UNIT
+            indices = slots.masked_fill(padding, -1)
+        return xt.indexer_loss(
+            index_q, index_k, weights, *attended, ends, starts, indices, softmax_scale=scaling, coeff=UNIT
         )[0][0]
-        loss = average * (real.numel() / UNIT / real.sum().clamp(min=1))
-        self.layers.setdefault(module.layer_idx, loss.detach())
-        return _Joined.apply(out, loss, self)
 
 
 class _Total(torch.autograd.Function):

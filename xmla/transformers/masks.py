@@ -8,7 +8,7 @@ mask; `Visible.of` reads it.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.masking_utils import causal_mask_function, sdpa_mask
@@ -16,6 +16,20 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from xmla.core.errors import ArgumentError, UnsupportedError
 
 CHUNK = 1 << 28  # elements of a mask that is looked at
+
+
+class Seen(NamedTuple):
+    """What the tokens of a pass without a cache see.
+
+    Attributes:
+        counts: [B, S] int32, keys that a token's indexer may select.
+        real: [B, S] bool, which tokens are no padding.
+        follows: [B, S] bool, behind which a token of the same document stands.
+    """
+
+    counts: torch.Tensor
+    real: torch.Tensor
+    follows: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +75,14 @@ class Visible:
             return chosen
         place = self.order.gather(1, chosen.clamp(min=0).flatten(1).long()).view(chosen.shape)
         return torch.where(chosen < 0, -1, place)
+
+
+def seen(layer: Any, whole: dict[str, Any]) -> Seen:
+    """Keys of tokens that an indexer may select, of a pass without a cache."""
+    queries = whole["hidden_states"].shape[1]
+    each = Visible.of(whole["attention_mask"][:, 0], queries, queries)
+    follows = each.starts[:, 1:] == each.starts[:, :-1]
+    return Seen(each.ends - each.starts, each.real(), torch.nn.functional.pad(follows, (0, 1)))
 
 
 def part(mask: torch.Tensor, queries: int, first: int, last: int) -> torch.Tensor:

@@ -1,9 +1,7 @@
 """The models of transformers that are served, and where xmla stands in their classes."""
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
 from inspect import signature
@@ -19,40 +17,17 @@ from xmla.core.formats.indexer import INDEXER_DIMS
 from xmla.core.formats.mla import VALUE_DIMS
 from xmla.core.values import cdiv
 from xmla.transformers import attention, entries, pools
+from xmla.transformers.asked import Asked, asked, asking
 from xmla.transformers.attention import autocast, latents, of_16_bits
 from xmla.transformers.cache import LatentCache
 from xmla.transformers.learning import IndexerLoss
-from xmla.transformers.masks import Visible, part, visible
+from xmla.transformers.masks import Seen, Visible, part, seen, visible
 from xmla.transformers.replay import Selections
 from xmla.transformers.selection import Keys, Projected, head_weights, select
 
 NAME = "xmla"
 AT_ONCE = 8192  # queries that attention projects: those of all heads are 150 KB a token and more
 A_TOKEN = ("hidden_states", "position_embeddings", "position_ids", "prev_topk_indices")  # of which a part has its own
-
-
-class _Asked(NamedTuple):
-    """What a pass asks of a layer's indexer."""
-
-    losses: IndexerLoss | None
-    selected: torch.Tensor | None  # [B, S, K], rows of the layer's `Selections`
-
-
-# Of the attention that is being computed: transformers hands options of a pass to attention, not to the indexer.
-_ASKED: ContextVar[_Asked] = ContextVar("_ASKED")
-# Those of all threads: without any, torch.compile meets no ContextVar, which its older releases refuse.
-_UNDER_WAY: list[_Asked] = []
-
-
-@contextmanager
-def _asking(asked: _Asked) -> Iterator[None]:
-    _UNDER_WAY.append(asked)
-    token = _ASKED.set(asked)
-    try:
-        yield
-    finally:
-        _ASKED.reset(token)
-        _UNDER_WAY.pop()
 
 
 def _rotate(module: nn.Module, interleaved: bool) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
@@ -155,12 +130,12 @@ class _Layer(NamedTuple):
     Attributes:
         part: The mask of some of a pass's queries, of the layer, the pass's arguments, the first and the last.
         cache: What makes the cache of a pass in parts that has none.
-        keyed: Whether its indexer scores keys of tokens.
+        seen: What the tokens of a pass may select, of the layer and the pass's arguments.
     """
 
     part: Callable[..., torch.Tensor]
     cache: Callable[..., Any]
-    keyed: bool
+    seen: Callable[..., Seen]
 
 
 def serve() -> None:
@@ -168,17 +143,17 @@ def serve() -> None:
     for file, prefix, project in _CLASSES.values():
         module = _module(file)
         layer, indexer = getattr(module, f"{prefix}Attention"), getattr(module, f"{prefix}Indexer")
-        layer.forward = _attention(layer.forward, _Layer(_part, LatentCache, keyed=True))
+        layer.forward = _attention(layer.forward, _Layer(_part, LatentCache, seen))
         layer.expand_kv = _expand_kv(layer.expand_kv)
         indexer.forward = _indexer(indexer.forward, project)
     v4, glm = _module("deepseek_v4"), _module("glm5_next")
     layer = v4.DeepseekV4Attention
-    layer.forward = _attention(layer.forward, _Layer(entries.part, DynamicCache, keyed=False))
+    layer.forward = _attention(layer.forward, _Layer(entries.part, DynamicCache, entries.seen))
     _instead(v4.DeepseekV4HCACompressor, "forward", entries.heavily)
     _instead(v4.DeepseekV4CSACompressor, "forward", entries.sparsely)
     _instead(v4.DeepseekV4Indexer, "forward", entries.index)
     layer = glm.Glm5NextTextAttention
-    layer.forward = _attention(layer.forward, _Layer(pools.part, LatentCache, keyed=False))
+    layer.forward = _attention(layer.forward, _Layer(pools.part, LatentCache, pools.seen))
     layer.expand_kv = _expand_kv(layer.expand_kv)
     _instead(layer, "build_attention_mask_from_topk", pools.chosen)
     _instead(glm.Glm5NextTextIndexer, "forward", pools.index)
@@ -204,6 +179,11 @@ def _part(layer: Any, whole: dict[str, Any], first: int, last: int) -> torch.Ten
     return part(whole["attention_mask"], whole["hidden_states"].shape[1], first, last)
 
 
+def _indexer_of(layer: Any) -> Any:
+    """The indexer of a layer, or None: DeepSeek-V4's is its compressor's."""
+    return getattr(layer.compressor, "indexer", None) if hasattr(layer, "compressor") else layer.indexer
+
+
 def _attention(own: Callable[..., Any], layer: _Layer) -> Callable[..., Any]:
     """A forward that knows the pass's `indexer_loss` and `selections`; of many queries in parts without gradients."""
     names = tuple(signature(own).parameters)[1:]
@@ -216,12 +196,15 @@ def _attention(own: Callable[..., Any], layer: _Layer) -> Callable[..., Any]:
             return own(self, *args, **kwargs)
         queries = whole["hidden_states"].shape[1]
         losses, selections = _options(self, layer, whole)
+        selects = _indexer_of(self) is not None
+        if losses is not None and selects:
+            losses.begin(self.layer_idx, layer.seen(self, whole).real)
 
         def run(arguments: dict[str, Any], first: int, last: int) -> Any:
-            chosen = None if selections is None or self.indexer is None else selections.of(self.layer_idx, first, last)
+            chosen = None if selections is None or not selects else selections.of(self.layer_idx, first, last)
             if losses is None and chosen is None:
                 return own(self, **arguments)
-            with _asking(_Asked(losses, chosen)):
+            with asking(Asked(losses, chosen)):
                 return own(self, **arguments)
 
         if losses is not None or torch.is_grad_enabled() or queries <= AT_ONCE:
@@ -244,8 +227,7 @@ def _options(module: Any, layer: _Layer, whole: dict[str, Any]) -> tuple[Indexer
 
     Raises:
         ArgumentError: One of them is something else, or does not fit the pass.
-        UnsupportedError: The model's indexers score other keys than tokens'; the pass asks for attention's
-            probabilities.
+        UnsupportedError: The pass asks for attention's probabilities.
     """
     if whole.get("output_attentions"):
         raise UnsupportedError(
@@ -256,16 +238,11 @@ def _options(module: Any, layer: _Layer, whole: dict[str, Any]) -> tuple[Indexer
     for name, option, kind in (("indexer_loss", losses, IndexerLoss), ("selections", selections, Selections)):
         if option is not None and not isinstance(option, kind):
             raise ArgumentError(f"{name}: is {type(option).__name__}, expected {kind.__name__}")
-        if option is not None and not layer.keyed:
-            raise UnsupportedError(
-                f"{name}: indexers of {module.config.model_type} score groups of tokens, supported are those that "
-                "score tokens"
-            )
     if selections is not None:
         if losses is not None and losses.dense:
             raise ArgumentError("selections: given with IndexerLoss(dense=True), which attends to all keys")
-        queries = whole["hidden_states"].shape[1]
-        selections.check(module.layer_idx, whole["attention_mask"][:, 0], queries, whole.get("cache"))
+        if module.layer_idx == min(selections.layers):
+            selections.check(module.layer_idx, layer.seen(module, whole), whole.get("cache"))
     return losses, selections
 
 
@@ -315,11 +292,11 @@ def _indexer(own: Callable[..., Any], project: Callable[..., Projected]) -> Call
         if self.config._attn_implementation != NAME:
             return own(self, *args, **kwargs)
         arguments = dict(zip(names, args, strict=False)) | kwargs
-        losses, selected = _ASKED.get(_Asked(None, None)) if _UNDER_WAY else _Asked(None, None)
+        losses, selected = asked()
         cache = arguments.get("cache")
         if selected is not None and losses is None and cache is None:  # nobody reads what is projected
-            seen = Visible.of(arguments["attention_mask"], selected.shape[1], selected.shape[1])
-            return seen.places(selected.to(seen.starts.device))
+            ranges = Visible.of(arguments["attention_mask"], selected.shape[1], selected.shape[1])
+            return ranges.places(selected.to(ranges.starts.device))
         read = tree_map_only(torch.Tensor, torch.Tensor.detach, arguments)
         with torch.set_grad_enabled(losses is not None and torch.is_grad_enabled()):
             query, keys, weights = project(self, read)
@@ -329,18 +306,18 @@ def _indexer(own: Callable[..., Any], project: Callable[..., Projected]) -> Call
             cached = cache.update_indexer(keys.values, self.layer_idx)
             keys = cached if isinstance(cached, Keys) else Keys(cached)
         queries, length = projected.query.shape[1], keys.values.shape[1]
-        seen = Visible.of(arguments["attention_mask"], queries, length)
+        ranges = Visible.of(arguments["attention_mask"], queries, length)
         if losses is not None:
             if length != queries or isinstance(cache, LatentCache):  # whose rows of sequences are apart, or bytes
                 raise UnsupportedError(
                     f"indexer_loss: {queries} tokens have {length} keys of a {type(cache).__name__}, supported: their "
                     "own; pass use_cache=False"
                 )
-            losses.keep(self, projected, seen)
+            losses.keep(self.layer_idx, projected, ranges)
         if selected is not None:
-            return seen.places(selected.to(seen.starts.device))
+            return ranges.places(selected.to(ranges.starts.device))
         with torch.no_grad():
             k = length if losses is not None and losses.dense else self.index_topk
-            return select(projected.query, projected.weights, keys, seen, k)
+            return select(projected.query, projected.weights, keys, ranges, k)
 
     return forward

@@ -8,7 +8,9 @@ import torch
 from xmla._selections import check_form, check_layers, check_rows
 from xmla.core.errors import UnsupportedError
 from xmla.transformers.cache import of_text
-from xmla.transformers.masks import Visible
+from xmla.transformers.masks import Seen
+
+INDEXED = ("indexed_attention", "compressed_sparse_attention")  # kinds of layers
 
 
 class Selections:
@@ -25,6 +27,7 @@ class Selections:
         config: The model's.
         layers: [B, S, index_topk] int32 of each layer that selects keys, by its number. Layers that share a selection
             have that of the layer before them, as in the model. Those on the host are copied when their layer runs.
+            DeepSeek-V4's keys are entries; GLM-5.3-Flash's are pools, [B, S, index_topk // index_kpool].
         batch_invariant: Attend as `sparse_mla` with `batch_invariant`, like an engine with VLLM_BATCH_INVARIANT=1.
 
     Raises:
@@ -36,9 +39,11 @@ class Selections:
     def __init__(self, config: Any, layers: Mapping[int, torch.Tensor], batch_invariant: bool = False) -> None:
         text = of_text("Selections", config)
         kinds = getattr(text, "indexer_types", None) or ["full"] * text.num_hidden_layers
-        selecting = [layer for layer, kind in enumerate(kinds) if kind == "full"]
+        pairs = zip(kinds, text.layer_types, strict=True)
+        selecting = [layer for layer, (kind, of) in enumerate(pairs) if kind == "full" and of in INDEXED]
         check_layers(layers, selecting)
-        self.topk, self.batch_invariant, self.layers = text.index_topk, batch_invariant, dict(layers)
+        self.topk = text.index_topk // getattr(text, "index_kpool", 1)
+        self.batch_invariant, self.layers = batch_invariant, dict(layers)
         for layer, rows in self.layers.items():
             check_form(layer, rows, self.topk, tuple(self.layers[selecting[0]].shape[:2]))
 
@@ -47,28 +52,21 @@ class Selections:
         return self.layers[layer][:, first:last]
 
     @torch.compiler.disable  # it looks at values
-    def check(self, layer: int, mask: torch.Tensor, queries: int, cache: Any) -> None:
-        """Check all layers' rows in the first of them, before any of them attends.
+    def check(self, layer: int, seen: Seen, cache: Any) -> None:
+        """Check all layers' rows, before any of them attends.
 
         Args:
-            layer: The number of the layer that asks.
-            mask: [B, 1, ·], what `masks.visible` packed for the pass.
-            queries: S.
+            layer: The number of the first of them.
+            seen: What the pass's tokens see.
             cache: That of the pass, or None.
 
         Raises:
             ArgumentError: Other tokens than the pass has; a token's keys are not those of a selection.
             UnsupportedError: There are keys before those of the pass's tokens.
         """
-        if layer != min(self.layers):
-            return
         if cache is not None and (before := int(cache.get_seq_length(layer))):
             raise UnsupportedError(f"selections: {before} tokens are cached, supported: none; pass use_cache=False")
-        seen = Visible.of(mask, queries, queries)
-        counts = seen.ends - seen.starts
-        needed = seen.real()
-        follows = needed[:, 1:] & (seen.starts[:, 1:] == seen.starts[:, :-1])
-        needed = needed & torch.nn.functional.pad(follows, (0, 1))
+        needed = seen.real & seen.follows
         for number, rows in self.layers.items():
-            check_form(number, rows, self.topk, tuple(counts.shape))
-            check_rows(number, rows, counts.to(rows.device), needed.to(rows.device))
+            check_form(number, rows, self.topk, tuple(seen.counts.shape))
+            check_rows(number, rows, seen.counts.to(rows.device), needed.to(rows.device))
