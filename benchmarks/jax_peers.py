@@ -2,9 +2,10 @@
 
     python -m benchmarks.jax_peers --out benchmarks/results/h200/jax_peers.jsonl
 
-- attention over selected rows as it is written in `jax.numpy`: a gather and a softmax;
+- attention over selected rows as it is written in `jax.numpy`, a gather and a softmax, and its derivative;
 - tokamax's `sparse_mla` and `lightning_indexer`, whose implementations for a GPU are XLA's;
-- jax-linear-attention's `index_topk`, in Mosaic for Hopper, beside `indexer_scores` and `select_topk`.
+- jax-linear-attention's `index_topk`, in Mosaic for Hopper, beside `indexer_scores` and `select_topk`, and the
+  derivative of the indexer's loss at given targets, beside `indexer_loss`. Its attention takes no rows of 576 dims.
 
 Times are of the GPU, medians of rounds in turns. A peer that is not installed or fails has its reason instead.
 """
@@ -75,6 +76,23 @@ def gathered(q: Array, rows: Array, slots: Array) -> Array:
     return jnp.einsum("thk,tkd->thd", jax.nn.softmax(scores).astype(q.dtype), keys[..., :512])
 
 
+def rows_gradient(attend: Callable[..., Array]) -> Callable[..., Array]:
+    """The gradient of the rows, and of the queries with it, of a sum of squares of attention's results."""
+
+    def loss(q: Array, rows: Array, slots: Array) -> Array:
+        return (attend(q, rows, slots).astype(jnp.float32) ** 2).sum()
+
+    def gradients(q: Array, rows: Array, slots: Array) -> Array:
+        dq, drows = jax.grad(loss, (0, 1))(q, rows, slots)
+        return jnp.concatenate([drows, dq[:, 0]])
+
+    return gradients
+
+
+def by_xmla(q: Array, rows: Array, slots: Array) -> Array:
+    return xj.sparse_mla(q, rows[:, None], slots, softmax_scale=SCALE)[0]
+
+
 def by_gather() -> Iterator[Peer]:
     rng = np.random.default_rng(0)
     for tokens, keys in ((64, 32768), (1024, 32768)):
@@ -83,8 +101,12 @@ def by_gather() -> Iterator[Peer]:
         yield Peer(
             f"attention, {tokens} tokens of 128 heads, 2048 of {keys} bf16 rows",
             CALLS if tokens < 1024 else 1, "gather and softmax in jax.numpy",
-            lambda q, rows, slots: xj.sparse_mla(q, rows[:, None], slots, softmax_scale=SCALE)[0], (q, rows, slots),
-            gathered, (q, rows, slots), distance,
+            by_xmla, (q, rows, slots), gathered, (q, rows, slots), distance,
+        )  # fmt: skip
+        yield Peer(
+            f"attention and its derivative, {tokens} tokens of 128 heads, 2048 of {keys} bf16 rows",
+            1, "gather and softmax in jax.numpy",
+            rows_gradient(by_xmla), (q, rows, slots), rows_gradient(gathered), (q, rows, slots), distance,
         )  # fmt: skip
 
 
@@ -145,8 +167,34 @@ def by_tokamax() -> Iterator[Peer]:
         )  # fmt: skip
 
 
+def selection_and_target(rng: np.random.Generator, tokens: int, k: int) -> tuple[Array, Array]:
+    """Keys of causal tokens [T, k] int32, −1 at the end, and a probability of each."""
+    counts = np.minimum(np.arange(1, tokens + 1), k)
+    first = np.arange(1, tokens + 1) - counts
+    column = np.arange(k)
+    indices = np.where(column < counts[:, None], first[:, None] + column, -1).astype(np.int32)
+    target = np.where(indices >= 0, rng.random((tokens, k), np.float32), 0)
+    return jnp.asarray(indices), jnp.asarray(target / target.sum(1, keepdims=True))
+
+
+def loss_gradient(scores_of: Callable[..., Array]) -> Callable[..., Array]:
+    """The queries' gradient, with those of keys and weights, of the loss of scores [T, k] that a function gives."""
+
+    def gradients(q: Array, keys: Array, weights: Array, indices: Array, target: Array, values: Array) -> Array:
+        def loss(q: Array, keys: Array, weights: Array) -> Array:
+            chosen = jnp.where(indices >= 0, scores_of(q, keys, weights, indices, values), -jnp.inf)
+            logs = jnp.where(indices >= 0, jax.nn.log_softmax(chosen), 0)
+            return -(target * logs).sum() / len(q)
+
+        dq, dkeys, dweights = jax.grad(loss, (0, 1, 2))(q, keys, weights)
+        # So that XLA computes all three.
+        return dq + 0 * (dkeys.sum() + dweights.sum()).astype(dq.dtype)
+
+    return gradients
+
+
 def by_jax_linear_attention() -> Iterator[Peer]:
-    from jla.ops.mosaic_gpu.dsa import index_topk
+    from jla.ops.mosaic_gpu.dsa import index_topk, selected_index_scores
 
     rng = np.random.default_rng(0)
     heads, k = 64, 2048
@@ -164,6 +212,22 @@ def by_jax_linear_attention() -> Iterator[Peer]:
             ours, (q, keys, weights, ends),
             lambda q, keys, weights: index_topk(q, keys, weights, k, scale=1.0, method="radix")[0],
             (q[None], keys[None], weights[None]), other_keys,
+        )  # fmt: skip
+        indices, target = selection_and_target(rng, tokens, k)
+        scores = xj.indexer_scores(q, keys, weights, indices=indices)
+        yield Peer(
+            f"the indexer's loss and its derivative, {tokens} causal tokens, 64 heads, {k} keys, of given targets",
+            1, "jax-linear-attention selected_index_scores",
+            lambda q, keys, weights, indices, target: xj.indexer_loss(
+                q, keys, weights, indices=indices, target=target
+            )[1],
+            (q, keys, weights, indices, target),
+            loss_gradient(
+                lambda q, keys, weights, indices, scores: selected_index_scores(
+                    q[None], keys[None], weights[None], indices[None], scores[None], indices[None] >= 0, scale=1.0
+                )[0]
+            ),
+            (q, keys, weights, indices, target, scores), distance,
         )  # fmt: skip
 
 

@@ -2,7 +2,12 @@
 
 A step is forward and backward of one layer of DeepSeek-V3.2's sizes between its projections, with the indexer and its
 loss, in training. Megatron's layer runs with `dsa_kernel_backend` "none", its PyTorch operations, and "xmla"; outputs
-and gradients of both are compared. Each run appends a JSON line. Several GPUs, whose layer is divided by heads or by
+and gradients are compared with the first one's. Its fused backends run beside them where their packages are:
+
+    python -m benchmarks.megatron --backend none --backend cudnn --backend tilelang --backend xmla --out FILE
+
+One that fails has its reason in the line, and one that leaves a part to Megatron's code has the names of the hooks that
+declined. Each run appends a JSON line. Several GPUs, whose layer is divided by heads or by
 tokens:
 
     torchrun --nproc-per-node 2 -m benchmarks.megatron --tensor-parallel 2 --out FILE
@@ -12,6 +17,7 @@ and the Hadamard transform of the indexer's queries and keys.
 """
 
 import json
+import logging
 import os
 import shlex
 import statistics
@@ -31,6 +37,7 @@ import typer
 import xmla.megatron
 from benchmarks.layer import difference
 from xmla.bench.provenance import provenance
+from xmla.bench.run import in_one_line
 from xmla.core.versions import installed
 from xmla.machine.files import writable
 
@@ -189,17 +196,45 @@ class Step:
         return {"ms": round(statistics.median(times), 1), "peak_gib": round(peak, 2)}
 
 
+@contextmanager
+def declined() -> Iterator[set[str]]:
+    """The hooks that a backend leaves to Megatron's own code meanwhile, which Megatron logs."""
+    found: set[str] = set()
+
+    class Noted(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "declined" in record.msg and isinstance(record.args, tuple):
+                found.add(str(record.args[1]))
+
+    logger = logging.getLogger("megatron.core.transformer.experimental_attention_variant.dsa_kernels")
+    handler, level, passes = Noted(), logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = passes
+
+
 def measure(sizes: Sizes, backend: str, sparse_loss: bool, keep: bool) -> tuple[dict[str, Any], Tensors]:
     """Time and memory of a random step; its results too if they are to be kept, in the host's memory."""
     try:
         step = Step.random(sizes, backend, sparse_loss)
         torch.cuda.empty_cache()  # of all ranks' tokens, each of which took its own
-        results = step.run()
+        with declined() as hooks:
+            results = step.run()
         kept = {name: tensor.cpu() for name, tensor in results.items()} if keep else {}
         del results
-        return step.measure(), kept
+        return step.measure() | ({"declined": sorted(hooks)} if hooks else {}), kept
     except torch.OutOfMemoryError:
         return {"out_of_memory": True}, {}
+    except Exception as failure:  # a peer's own
+        if backend == "xmla":
+            raise
+        return {"failed": in_one_line(failure)}, {}
 
 
 @app.command()
@@ -225,10 +260,13 @@ def main(
         for name in backend:
             line[name], results[name] = measure(Sizes(tokens, document), name, sparse_loss, len(backend) > 1)
             torch.cuda.empty_cache()
-        first, *others = results.values()
-        if first and others and others[0]:
-            apart = [difference({n: others[0][n].cuda()}, {n: tensor.cuda()}) for n, tensor in first.items()]
-            line["difference"] = {name: float(f"{d:.2e}") for each in apart for name, d in each.items()}
+        first = results[backend[0]]
+        for name in backend[1:] if first else []:
+            if theirs := results[name]:
+                apart = [difference({n: theirs[n].cuda()}, {n: tensor.cuda()}) for n, tensor in first.items()]
+                each = {n: float(f"{d:.2e}") for part in apart for n, d in part.items()}
+                line |= {"difference": each} if name == "xmla" else {}
+                line[name]["difference"] = max(each.values())
         if dist.get_rank() == 0:
             print(line, flush=True)
             head = provenance(shlex.join(["python", "-m", "benchmarks.megatron", *sys.argv[1:]]), commit)

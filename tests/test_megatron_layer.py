@@ -151,3 +151,13 @@ def test_selections_that_do_not_fit_are_refused(on_device: None) -> None:
         with pytest.raises(UnsupportedError, match="layer 1 attended by Megatron's own code"):
             replay({0: rows}, megatron.Step.random(SIZES, "none", True))
         replay({0: rows})
+
+
+def test_a_benchmark_tells_what_a_backend_leaves_to_megatron(on_device: None) -> None:
+    """An indexer of other dims than xmla's hooks take; attention at its keys is xmla's."""
+    xmla.megatron.install()
+    with megatron.ranks(tensor_parallel=1, context_parallel=1), megatron.declined() as hooks:
+        megatron.Step.random(replace(SIZES, index_dims=128), "xmla", True).run()
+        assert not hooks
+        megatron.Step.random(replace(SIZES, index_dims=256), "xmla", True).run()
+    assert hooks and "run_fused_absorbed_sparse_attention" not in hooks

@@ -56,7 +56,7 @@ class _Groups(NamedTuple):
 
     @classmethod
     def of(cls, there: torch.Tensor, queries: int, tokens: int, pool: int) -> "_Groups":
-        """Those of an array for N tokens, of which `tokens` are written and the last ones are the queries."""
+        """The pools of an array of N tokens, of which `tokens` are written; the last of these are the queries."""
         device, length = there.device, there.shape[1]
         first = torch.where(there.any(1), there.to(torch.int8).argmax(1), length)[:, None]
         place = torch.arange(queries, device=device) + (tokens - queries)
