@@ -1,5 +1,6 @@
 """What the ops are measured against: ceilings of this very GPU and the peers that are installed."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module, metadata
@@ -59,12 +60,17 @@ def cudnn() -> bool:
     return find_spec("cudnn") is not None
 
 
+def tilelang() -> bool:
+    """Whether TileLang is installed, and Megatron-Core, which has kernels of sparse attention in it."""
+    return find_spec("tilelang") is not None and find_spec("megatron") is not None
+
+
 def peers() -> dict[str, str | None]:
     """The distribution and version of each peer, None where it is not installed.
 
     sgl-flash-mla 1.0.0 has upstream's last kernels for Hopper.
     """
-    packages = {"flash_mla": flash_mla() is not None, "cudnn": cudnn()}
+    packages = {"flash_mla": flash_mla() is not None, "cudnn": cudnn(), "tilelang": tilelang()}
     packages |= {name: find_spec(name) is not None for name in ("sglang", "vllm", "deep_gemm")}
     return {name: _distribution(name) if installed else None for name, installed in packages.items()}
 
@@ -125,6 +131,20 @@ def cudnn_backward(
         backward = import_module("cudnn").DSA.sparse_attention_backward_wrapper
         gradients = backward(q, rows[:, 0], out, dout, lse, no_sink, slots, softmax_scale=scale)
         return gradients["dq"], gradients["dkv"].unsqueeze(1)
+
+    return call
+
+
+def tilelang_backward(
+    q: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor,
+    scale: float,
+) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
+    """Megatron-Core's derivative in TileLang on the same arguments, by float32 atomics: dq and the rows' gradient."""
+    name = "megatron.core.transformer.experimental_attention_variant.ops.tilelang_sparse_mla_bwd"
+    base_2 = lse * math.log2(math.e)
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        return import_module(name).sparse_mla_bwd(q, rows, out, dout, slots[:, None], base_2, sm_scale=scale)
 
     return call
 

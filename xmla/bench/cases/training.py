@@ -1,6 +1,7 @@
 """Training: attention's derivative, the indexer's scores with the selection that they are for, and its loss.
 
-The derivative is over as many plain rows as tokens, beside itself in any order and cuDNN's if that is installed. The
+The derivative is over as many plain rows as tokens, beside itself in any order, and cuDNN's and TileLang's if
+those are installed. The
 loss is timed with all of its gradients.
 """
 
@@ -40,10 +41,13 @@ def attention_backward_case(heads: int, dims: int, k: int, tokens: int) -> Bench
 
     peers: dict[str, Callable[[int], Any]] = {IN_ANY_ORDER: in_any_order}
     peer_checks = {IN_ANY_ORDER: lambda: gradient_error(in_any_order(), arguments, scale)}
-    if baselines.cudnn():
-        by_cudnn = baselines.cudnn_backward(*arguments, scale)
-        peers["cuDNN"] = lambda _: by_cudnn()
-        peer_checks["cuDNN"] = lambda: gradient_error(by_cudnn(), arguments, scale)
+    others = {"cuDNN": (baselines.cudnn, baselines.cudnn_backward)}
+    others |= {"TileLang": (baselines.tilelang, baselines.tilelang_backward)}
+    for name, (installed, backward) in others.items():
+        if installed():
+            by_other = backward(*arguments, scale)
+            peers[name] = lambda _, call=by_other: call()
+            peer_checks[name] = lambda call=by_other: gradient_error(call(), arguments, scale)
     return Benchmark(
         op="sparse_mla_backward",
         case=f"h={heads} {dims}/512 k={k} s={tokens}",
