@@ -187,6 +187,27 @@ def test_jax_has_torchs_bits(way: Callable[..., Any], arguments: Tensors, wanted
     assert_same(jax.grad(way(partial(jax_loss, given)), EVERY)(*[given[name] for name in LEAVES]), wanted)
 
 
+@pytest.mark.parametrize("layout", PACKED, ids=lambda layout: layout.name)
+def test_jax_has_torchs_bits_of_every_format(layout: MlaLayout, device: str) -> None:
+    torch.manual_seed(4)
+    rows = torch.randn(2, 8, layout.dims).to(device, torch.bfloat16)
+    given = {"q": torch.randn(4, 3, layout.dims).to(device, torch.bfloat16), "cache": written(layout, rows)}
+    given |= {"slots": torch.randint(-1, 16, (4, 9), dtype=torch.int32, device=device), "rows": rows}
+    attrs: Any = {"softmax_scale": SCALE, "cache_format": layout.name}
+    leaves = {name: given[name].clone().requires_grad_() for name in ("q", "rows")}
+    (torch_api.sparse_mla(**given | leaves, **attrs)[0].float() ** 2).sum().backward()
+    arrays = in_jax(given)
+
+    def loss(q: jax.Array, rows: jax.Array) -> jax.Array:
+        out, _ = jax_api.sparse_mla(**arrays | {"q": q, "rows": rows}, **attrs)
+        return (out.astype(jnp.float32) ** 2).sum()
+
+    found = jax.jit(jax.grad(loss, (0, 1)))(arrays["q"], arrays["rows"])
+    for (name, leaf), got in zip(leaves.items(), found, strict=True):
+        assert leaf.grad is not None and bool(leaf.grad.any())
+        kit.assert_bits_equal(name, interop.to_torch(got).cpu(), leaf.grad.cpu())
+
+
 def test_vmap_over_sequences(arguments: Tensors) -> None:
     """Each with its own cache and rows."""
     given = in_jax(arguments)
