@@ -161,7 +161,7 @@ def test_a_release_names_the_repository(tmp_path: Path) -> None:
 def test_a_release_without_an_address_has_no_dead_link(tmp_path: Path) -> None:
     project, page, _ = released(tmp_path, None)
     assert "urls" not in project and "docs/images" not in page and "](docs/" not in page
-    assert "both on a GPU; sizes and versions. Then" in page
+    assert "both on a GPU; sizes and versions (`docs/install.md`). Then" in page
 
 
 @pytest.mark.parametrize("given", ["git@example.org:xmla", "https://example.org/xmla/", "https://example.org", "x"])

@@ -1,6 +1,7 @@
 """The repository's address, in the files of a release: nothing in the tree has it, and clones need none.
 
-Without an address a release has no URLs, and its page on a package index has neither links to the tree nor pictures.
+Without an address a release has no URLs, and its page on a package index names files of the tree, without links and
+pictures.
 """
 
 import re
@@ -9,7 +10,7 @@ from pathlib import Path
 PLACE = "<the address of this repository>"  # where a reader of the tree has to know it
 LOCAL = r"(?!\w+:|#)"  # a link's target that is a file of the tree
 LINK = re.compile(rf"(!?)(\[[^\[\]]*\]\(){LOCAL}")
-WHOLE_LINK = re.compile(rf"(!?)\[([^\[\]]*)\]\({LOCAL}[^()]*\)")
+WHOLE_LINK = re.compile(rf"(!?)\[([^\[\]]*)\]\({LOCAL}([^()#]*)[^()]*\)")
 ANCHOR = re.compile(r"\[([^\[\]]*)\]\(#[^()]*\)")  # an index gives headings none
 CLONE = re.compile(r"<!-- clone -->\n.*?<!-- /clone -->\n", re.DOTALL)  # what holds of a clone alone
 EXTRAS = "'.["  # what pip installs in a clone
@@ -18,10 +19,13 @@ ADDRESS = re.compile(r"https://[^/\s]+(/[^/\s]+)+")
 
 
 def index_page(readme: str, distribution: str, address: str | None, tag: str) -> str:
-    """The README as a package index shows it: what is installed is the package, and a link says the whole address."""
+    """The README as a package index shows it: what is installed is the package, and a link says the whole address.
+
+    Without an address a link is its text and the file's name in the source archive.
+    """
     page = ANCHOR.sub(r"\1", CLONE.sub("", readme)).replace(EXTRAS, f"'{distribution}[")
     if address is None:
-        return WHOLE_LINK.sub(lambda link: "" if link[1] else link[2], page)
+        return WHOLE_LINK.sub(lambda link: "" if link[1] else f"{link[2]} (`{link[3]}`)", page)
     return LINK.sub(lambda link: f"{link[0]}{address}/{'raw' if link[1] else 'blob'}/{tag}/", page)
 
 

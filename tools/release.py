@@ -35,7 +35,7 @@ PACKAGE = ROOT / "xmla"
 GLIBC = "2.28"
 NO_ADDRESS = """\
 NO ADDRESS: REPOSITORY is not set. The package has no URLs, CITATION.cff no repository, and the page on a package index
-neither links to documents nor pictures. To set it: make release REPOSITORY=https://HOST/OWNER/NAME"""
+names documents without links and has no pictures. To set it: make release REPOSITORY=https://HOST/OWNER/NAME"""
 # What tells whether an archive has all that tests of the tree read: documents, tools, workflows, the package itself.
 OF_THE_TREE = (
     "tests/test_docstrings.py", "tests/test_documents.py", "tests/test_examples.py", "tests/test_private.py",
