@@ -69,6 +69,14 @@ def test_a_block_that_needs_an_earlier_one_says_so(page: Path) -> None:
         before |= gives
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_file_that_the_built_page_shows_is_linked(page: Path) -> None:
+    """A viewer of the repository shows the directive, not the file."""
+    text = page.read_text()
+    for file in re.findall(r"^```\{literalinclude\} (\S+)$", text, re.MULTILINE):
+        assert f"]({file})" in text, file
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [marked_jax(page, code) for page, code in PROGRAMS.items() if code], ids=name_of)
 def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
