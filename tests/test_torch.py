@@ -2,6 +2,8 @@
 
 import pickle
 from functools import partial
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import kit
@@ -299,6 +301,43 @@ def test_signature_and_documentation_are_the_declaration(op: Op) -> None:
 
 def test_every_public_op_has_its_line_in_both_front_ends() -> None:
     assert set(torch_api.__all__) == set(jax_api.__all__) == set(public_ops())
+
+
+TRACERS = {
+    "fx": lambda step, example: torch.fx.symbolic_trace(step),
+    "script": lambda step, example: torch.jit.script(step),
+    "trace": lambda step, example: torch.jit.trace(step, example, check_trace=False),  # some results are not written
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("tracer", TRACERS)
+@pytest.mark.parametrize("op", public_ops().values(), ids=kit.case_id)
+def test_older_tracers(op: Op, tracer: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.fx notes a call of the op, and so does torch.jit.trace after calls like it; torch.jit.script finds the op."""
+    arguments, attrs = call_arguments(op, device)
+    names = [name for name, tensor in zip(op.tensors, arguments, strict=True) if tensor is not None]
+    given = ", ".join([*(f"{name}={name}" for name in names), *(f"{name}={value!r}" for name, value in attrs.items())])
+    lines = [f"    {'return ' * bool(op.outputs)}{op.name}({given})", *(f"    return {name}" for name in op.mutates)]
+    head = f"from xmla.torch_api import {op.name}\n\n\ndef step({', '.join(names)}):"
+    (tmp_path / f"step_of_{op.name}_{tracer}.py").write_text("\n".join([head, *lines[: 1 + (not op.outputs)]]) + "\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    step = import_module(f"step_of_{op.name}_{tracer}").step
+
+    def present() -> list[torch.Tensor]:
+        return [tensor.clone() for tensor in call_arguments(op, device)[0] if tensor is not None]
+
+    want = present()
+    results = [step(*want), step(*present())]
+    traced = TRACERS[tracer](step, tuple(map(torch.zeros_like, want)))
+    found = present()
+    results.append(traced(*found))
+    where = defined(op, arguments, attrs)
+    for each in results[1:]:
+        for x, y in zip(kit.as_tuple(results[0]), kit.as_tuple(each), strict=True):
+            kit.assert_bits_equal(op.name, x, y, where)
+    for name, x, y in zip(names, want, found, strict=True):
+        kit.assert_bits_equal(name, x, y)
 
 
 @pytest.mark.gpu

@@ -300,6 +300,7 @@ def planned[**P, R](function: Callable[P, R]) -> Planned[P, R]:
     plan.__annotations__ = caller.__annotations__ | {"return": Plan}
     plan.__qualname__ = f"{name}.plan"
     caller.plan = plan
+    _private.script_as(caller, f"xmla::{name}")
     return caller
 
 
@@ -345,15 +346,24 @@ def public(op: Op) -> Callable[..., Any]:
             if recalled is not None and (not results or _are_constants(results)):
                 outputs = run(op, tensors, *recalled, results, workspace)
                 return _single(outputs) if out is None else out
-            if _are_constants((*tensors, *results)):
+            # A trace of torch.jit notes what the dispatcher sees; `recall` finds no call in one, whose keys are others.
+            if _are_constants((*tensors, *results)) and not torch.jit.is_tracing():
                 runner = call_reference if implementation == "reference" else look_up
                 outputs = runner(op, tensors, attrs, results, workspace, implementation)
                 return _single(outputs) if out is None else out
+            if any(isinstance(tensor, torch.fx.Proxy) for tensor in (*tensors, *results)):
+                return dispatch(tensors, attrs, out, results, workspace, implementation)
         # Before the dispatcher, whose messages do not name the op.
         check_tensors(op, tensors)
         check_devices(op, tensors)
         if not torch.compiler.is_compiling():
             tensors = _resolve_negated(op, tensors, results, workspace)
+        return dispatch(tensors, attrs, out, results, workspace, implementation)
+
+    def dispatch(
+        tensors: Tensors, attrs: tuple[Any, ...], out: Any, results: tuple[torch.Tensor, ...],
+        workspace: torch.Tensor | None, implementation: str | None,
+    ) -> Any:  # fmt: skip
         keywords = dict(zip(op.defaults, op.attributes(*attrs), strict=True))
         if out is None or out_variant is None:
             return functional(*tensors, **keywords, implementation=implementation)

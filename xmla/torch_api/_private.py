@@ -69,6 +69,9 @@ def forward_mode() -> bool:
     return getattr(forward_ad, "_current_level", 0) >= 0
 
 
+# TorchScript then takes a function for its op, where it would compile the function's text, which it cannot.
+script_as = _attribute("jit._builtins._register_builtin", lambda function, op: None)
+
 BACKENDS = ("CPU", "CUDA")
 _after_views = _attribute("_C._after_ADInplaceOrView_keyset", None)
 _after_autograd = _attribute("_C._after_autograd_keyset", None)

@@ -9,6 +9,7 @@ from functools import cache, cached_property
 from typing import Any
 
 import torch
+from torch.fx.proxy import TraceError
 
 from xmla.core.compile import compiled, exec_function, specialize
 from xmla.core.config import settings
@@ -248,7 +249,7 @@ def recall(
             pointers = match(tensors, attrs, implementation)
             if pointers is not None:
                 return prepared, pointers
-    except AttributeError:  # an argument is no tensor
+    except (AttributeError, TraceError):  # an argument is no tensor, or a symbolic one of torch.fx
         return None
     return None
 
