@@ -33,6 +33,21 @@ def test_steps_launch_no_other_kernel(name: str, number: int, device: Device, fr
         assert not missing, f"{missing[0]}; python -m tools.soak --rerun {name}/{number}/{place}, of {config}"
 
 
+@pytest.mark.parametrize("name", soak.MODELS)
+def test_each_number_of_tokens_in_a_small_workspace(name: str) -> None:
+    """Rows of logits do not fit it from some number of tokens on, of which no power of two tells."""
+    longest, most = 1 << 17, 128
+    sizes: dict[str, Any] = {"heads": 32, "index_heads": 16, "k": 128, "batches": (12,), "max_lens": (longest,)}
+    config = soak.MODELS[name](next_n=(8,), mixed=True, prefill_tokens=(most,), workspace_bytes=1 << 23, **sizes)
+    calls: list[Call] = []
+    for tokens in range(1, most + 1):
+        prompts = [prompt for prompt in (1, 2, 3, 4, 8, 16) if tokens % prompt == 0]
+        calls += (call for n in prompts for call in config.paged(tokens // n, n, longest, mixed=False))
+        calls += config.prefills(tokens, longest)
+    missing = set(specializations(calls, H200)) - set(config.specializations(H200))
+    assert not missing, missing
+
+
 def test_every_released_model_is_planned_at_random() -> None:
     """A class that `MODELS` lacks could miss kernels in its warm-up without a test that tells."""
     assert {type(model_config(name)) for name in PUBLISHED} == set(soak.MODELS.values())

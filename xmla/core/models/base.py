@@ -18,6 +18,7 @@ from xmla.core.registry import registry
 from xmla.core.values import Attr, Attributes, Device, Spec, Trace, cdiv
 
 POOLS = (2, 1 << 20)  # pages: plans may depend on whether a pool is small or large compared with its references
+MOST_SHARED = 128  # tokens of a request whose rows are one product
 LONG = 1 << 15  # tokens of a context from which on fewer tokens fit a workspace at once than a GPU has programs for
 
 
@@ -102,8 +103,13 @@ def specializations(calls: Iterable[Call], device: Device) -> list[Specializatio
 
 @dataclass(slots=True, eq=False)
 class Kind:
-    """Calls that differ in sizes alone: those that were looked at, and what tells that one has another's kernels."""
+    """Calls that differ in sizes alone: those that were looked at, and what tells that one has another's kernels.
 
+    Attributes:
+        has_room: Whether they say how many bytes of workspace there are.
+    """
+
+    has_room: bool
     seen: set[Sizes] = field(default_factory=set)
     families: list[Callable[..., Any]] = field(default_factory=list)
 
@@ -112,11 +118,15 @@ class Kind:
         if sizes in self.seen:
             return False
         self.seen.add(sizes)
+        return self.family(sizes) is None
+
+    def family(self, sizes: Sizes) -> Callable[..., Any] | None:
+        """What tells the calls with the kernels of one of these sizes, if there was one."""
         for place, family in enumerate(self.families):
             if family(*sizes) is not None:
                 self.families.insert(0, self.families.pop(place))
-                return False
-        return True
+                return family
+        return None
 
 
 class KernelList:
@@ -129,7 +139,7 @@ class KernelList:
     def __init__(self, device: Device) -> None:
         self.device: Device = device
         self.listed: dict[Specialization, None] = {}
-        self._kinds: defaultdict[Any, Kind] = defaultdict(Kind)
+        self._kinds: dict[Any, Kind] = {}
         self._steps: defaultdict[Make, list[Callable[..., Any]]] = defaultdict(list)
 
     def add(self, call: Call) -> None:
@@ -139,11 +149,30 @@ class KernelList:
 
     def add_step(self, make: Make, *sizes: int) -> None:
         """Add the calls that `make` makes of these sizes, as it makes those of others with equal answers."""
-        known = (calls for step in self._steps[make] if (calls := step(*sizes)) is not None)
-        calls = next(known, None) or self._trace_step(make, sizes)(*sizes)
-        for place, (kind, of_call) in enumerate(calls):
+        for place, (kind, of_call) in enumerate(self._calls(make, sizes)):
             if kind.is_new(of_call):
                 self._plan([*make(*sizes)][place], kind)
+
+    def add_between(self, make: Make, low: int, high: int, *sizes: int) -> None:
+        """Add what is between two numbers of tokens or requests where a workspace's room gives them other kernels.
+
+        From one on rows do not fit it, from others fewer of a row's parts; between two that are served alike there is
+        none.
+        """
+        middle = (low + high) // 2
+        if middle in (low, high) or self._of_room(make, low, *sizes) == self._of_room(make, high, *sizes):
+            return
+        self.add_step(make, middle, *sizes)
+        self.add_between(make, low, middle, *sizes)
+        self.add_between(make, middle, high, *sizes)
+
+    def _of_room(self, make: Make, *sizes: int) -> list[Callable[..., Any] | None]:
+        """What tells a step's calls that say how many bytes of workspace there are from others."""
+        return [kind.family(of_call) for kind, of_call in self._calls(make, sizes) if kind.has_room]
+
+    def _calls(self, make: Make, sizes: tuple[int, ...]) -> list[tuple[Kind, Sizes]]:
+        known = (calls for step in self._steps[make] if (calls := step(*sizes)) is not None)
+        return next(known, None) or self._trace_step(make, sizes)(*sizes)
 
     def _trace_step(self, make: Make, sizes: tuple[int, ...]) -> Callable[..., Any]:
         """What gives the kinds and sizes of a step's calls, of its own sizes; None for a step of other calls."""
@@ -153,7 +182,8 @@ class KernelList:
 
     def _kind(self, call: Call) -> tuple[Kind, Sizes]:
         op, specs, attrs = call.bound
-        return self._kinds[call.unaligned, *kind_of(op, specs, attrs)], sizes_of(specs, attrs)
+        key = call.unaligned, *kind_of(op, specs, attrs)
+        return self._kinds.setdefault(key, Kind("workspace_bytes" in call.attrs)), sizes_of(specs, attrs)
 
     def _plan(self, call: Call, kind: Kind) -> None:
         """Plan a call, with its sizes as symbols, and list its kernels."""
@@ -297,9 +327,15 @@ class Model(ABC):
         attention's by each number of few tokens. In a step with decodes a prefill's arrays of tokens begin where the
         decodes' end, on no multiple of 16 bytes, for which kernels are compiled anew.
         """
-        kernels = KernelList(device)
+        kernels, longest = KernelList(device), max(self.max_lens)
+        last: tuple[Make | None, tuple[int, ...]] = None, (0,)
         for make, sizes in self.listed_steps(device):
             kernels.add_step(make, *sizes)
+            alike = last[0] is make and last[1][1:] == sizes[1:]
+            # What a row's parts are served by is the same in a narrower table, if the row does not fit.
+            if self.workspace_bytes is not None and alike and sizes[-1] >= longest:
+                kernels.add_between(make, last[1][0], *sizes)
+            last = make, sizes
         return list(kernels.listed)
 
     def listed_steps(self, device: Device) -> Iterator[tuple[Make, tuple[int, ...]]]:
@@ -312,6 +348,9 @@ class Model(ABC):
 
         def prefills(tokens: int, max_len: int) -> Iterable[Call]:
             return (call.with_unaligned() for call in self.prefills(tokens, max_len))
+
+        def equal_prompts(count: int, tokens: int, max_len: int) -> Iterable[Call]:
+            return (call.with_unaligned() for call in self.paged(count, tokens, max_len, mixed=False))
 
         def writes_of(make: Make) -> Make:
             return lambda *sizes: (each for call in make(*sizes) for each in call.of_parts_of_rows())
@@ -350,6 +389,9 @@ class Model(ABC):
         # Tokens of a request share programs, whose number tells how many share a row that does not fit a workspace.
         for next_n, count in product(self.next_n, full_waves(device, requests)):
             yield decode, (count, next_n, longest)
+        for prompt in powers_of_2(min(prefill, MOST_SHARED)):
+            for count in full_waves(device, prefill // prompt):
+                yield equal_prompts, (count, prompt, longest)
         if self.mixed and requests:
             yield lambda: (split(requests, most),), ()
         for make, tokens_of in ((attention, requests * most), (attention_of_prefills, prefill)):
