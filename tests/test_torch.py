@@ -314,7 +314,7 @@ TRACERS = {
 @pytest.mark.parametrize("tracer", TRACERS)
 @pytest.mark.parametrize("op", public_ops().values(), ids=kit.case_id)
 def test_older_tracers(op: Op, tracer: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.fx notes a call of the op, and so does torch.jit.trace after calls like it; torch.jit.script finds the op."""
+    """torch.fx notes a call of the op, torch.jit.trace also after calls like it; torch.jit.script finds the op."""
     arguments, attrs = call_arguments(op, device)
     names = [name for name, tensor in zip(op.tensors, arguments, strict=True) if tensor is not None]
     given = ", ".join([*(f"{name}={name}" for name in names), *(f"{name}={value!r}" for name, value in attrs.items())])
