@@ -222,7 +222,7 @@ MUTANTS = (
            "where_python_would_ask"),
     Mutant("if family(*sizes) is not None:", "if True:", "xmla/core/models/base.py", "../core/test_soak.py",
            "few_plans and Flash"),
-    Mutant("self._kinds[call.unaligned, *kind_of(op, specs, attrs)]", "self._kinds[kind_of(op, specs, attrs)]",
+    Mutant("key = call.unaligned, *kind_of(op, specs, attrs)", "key = kind_of(op, specs, attrs)",
            "xmla/core/models/base.py", "../core/test_soak.py", "few_plans and Flash"),
     Mutant("spec.strides is None, spec.alignment)", "spec.strides is None)", "xmla/core/op/template.py",
            "../core/test_soak.py", "another_kind"),
