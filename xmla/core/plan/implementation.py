@@ -22,7 +22,7 @@ class Condition:
 
 
 def on_gpus(*arches: int) -> Condition:
-    """A condition: the GPU is of one of these architectures."""
+    """The condition that the GPU is of one of these architectures."""
     capabilities = " or ".join(f"{arch // 10}.{arch % 10}" for arch in arches)
     return Condition(
         f"compute capability {capabilities}", lambda _, device: None if device.arch in arches else f"on {device.name}"
