@@ -2,6 +2,7 @@ from dataclasses import replace
 
 from xmla.core.call import Problem
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32
+from xmla.core.ops.attention.sparse_mla.conditions import BFLOAT16_QUERIES, between_rows, entries_of, one_format
 from xmla.core.ops.attention.sparse_mla.gluon_sm120.kernel import (
     BLOCK_N,
     GROUPS,
@@ -35,35 +36,12 @@ def plan(problem: Problem, device: Device) -> Plan:
     return attention_plan(problem, device, sparse_mla_sm120_kernel, config)
 
 
-def _other_format(problem: Problem, device: Device) -> str | None:
-    layout = problem.formats["cache"]
-    return None if layout in FORMATS else f"over {layout.name!r} entries"
-
-
-def _other_queries(problem: Problem, device: Device) -> str | None:
-    dtype = problem.specs["q"].dtype
-    return f"for {dtype} queries" if problem.formats["cache"].packed and dtype != "bfloat16" else None
-
-
-def _mixed_sources(problem: Problem, device: Device) -> str | None:
-    layout, extra = problem.formats["cache"], problem.formats.get("extra_cache")
-    if extra is None or extra == layout:
-        return None
-    return f"with {extra.name!r} entries beside {layout.name!r} ones"
-
-
-def _between_rows(problem: Problem, device: Device) -> str | None:
-    for name in ("cache", "extra_cache"):
-        if problem.has(name) and not problem.specs[name].on_multiples(16, (0,)):
-            return f"over rows of {problem.called(name)} between multiples of 16 bytes"
-    return None
-
-
+ROWS = {"cache": 16, "extra_cache": 16}  # bytes, on whose multiples rows begin
 CONDITIONS = (
     on_gpus(120, 121),
-    Condition(" or ".join(repr(layout.name) for layout in FORMATS) + " entries", _other_format),
-    Condition("bfloat16 queries over packed entries", _other_queries),
-    Condition("one source, or two of one format", _mixed_sources),
-    Condition("rows on multiples of 16 bytes", _between_rows),
+    entries_of(FORMATS),
+    BFLOAT16_QUERIES,
+    one_format(),
+    Condition("rows on multiples of 16 bytes", lambda problem, _: between_rows(problem, ROWS)),
 )
 IMPLEMENTATION = Implementation("gluon_sm120", plan, CONDITIONS, "gluon")

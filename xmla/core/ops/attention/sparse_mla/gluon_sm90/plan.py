@@ -3,6 +3,7 @@ from functools import partial
 
 from xmla.core.call import Problem
 from xmla.core.formats.mla import NVFP4, PLAIN, PLAIN_V4, V4, V32
+from xmla.core.ops.attention.sparse_mla.conditions import BFLOAT16_QUERIES, between_rows, entries_of, one_format
 from xmla.core.ops.attention.sparse_mla.constants import Attention
 from xmla.core.ops.attention.sparse_mla.gluon_sm90.common import HALVES, TILE_HEADS, TILE_KEYS
 from xmla.core.ops.attention.sparse_mla.gluon_sm90.few_heads import BLOCKS, FEW_HEADS
@@ -54,39 +55,19 @@ def takes_few_heads(problem: Problem) -> bool:
     return problem.specs["cache"].on_multiples(16, (0,))
 
 
-def _other_format(problem: Problem, device: Device) -> str | None:
-    layout = problem.formats["cache"]
-    return None if layout in FORMATS else f"over {layout.name!r} entries"
-
-
-def _other_queries(problem: Problem, device: Device) -> str | None:
-    dtype = problem.specs["q"].dtype
-    return f"for {dtype} queries" if problem.formats["cache"].packed and dtype != "bfloat16" else None
-
-
-def _mixed_sources(problem: Problem, device: Device) -> str | None:
-    layout, extra = problem.formats["cache"], problem.formats.get("extra_cache")
-    if extra is None or (extra == layout and layout not in (V32, NVFP4)):
-        return None
-    return f"with {extra.name!r} entries beside {layout.name!r} ones"
-
-
 def _between_rows(problem: Problem, device: Device) -> str | None:
     # Copies are of 16 bytes. V3.2's entries are read by words, as by every reader, and so are queries that are
     # converted while they are copied.
     layout = problem.formats["cache"]
     units = {"q": 4 if layout.packed else 16} | ({} if layout == V32 else {"cache": 16, "extra_cache": 16})
-    for name, unit in units.items():
-        if problem.has(name) and not problem.specs[name].on_multiples(unit, (0, 1) if name == "q" else (0,)):
-            return f"over rows of {problem.called(name)} between multiples of {unit} bytes"
-    return None
+    return between_rows(problem, units)
 
 
 CONDITIONS = (
     ON_HOPPER,
-    Condition(" or ".join(repr(layout.name) for layout in FORMATS) + " entries", _other_format),
-    Condition("bfloat16 queries over packed entries", _other_queries),
-    Condition("one source, or two of one format but 'v32' or 'nvfp4'", _mixed_sources),
+    entries_of(FORMATS),
+    BFLOAT16_QUERIES,
+    one_format(but=(V32, NVFP4)),
     Condition("rows on multiples of 16 bytes, or 4 for queries over packed entries", _between_rows),
 )
 IMPLEMENTATION = Implementation("gluon_sm90", plan, CONDITIONS, "gluon")
