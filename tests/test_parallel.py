@@ -97,6 +97,14 @@ def test_training_of_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_training_of_entries_and_pools(tmp_path: Path) -> None:
+    require_transformers()
+    found = run_ranks(tmp_path, 2, "entries_and_pools")
+    assert all(rank.get("ok") for rank in found), found
+    assert len(found[0]["errors"]) == 2 and max(found[0]["errors"].values()) < 0.05, found
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4] if EVERYTHING else [2])
 def test_a_rank_that_disagrees_on_shapes(ranks: int, tmp_path: Path) -> None:
     """On a shape that is new, and on one that the others have had: then both sides wait until the timeout."""

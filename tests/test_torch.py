@@ -17,6 +17,7 @@ from xmla.core.op import Op
 from xmla.core.op.docstrings import TORCH, document
 from xmla.core.registry import public_ops, registry
 from xmla.torch_api._all_ops import TORCH_OPS
+from xmla.torch_api._arrays import NAMES, to_numpy
 
 OPS = list(registry().values())
 by_name = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
@@ -34,6 +35,17 @@ def defined(op: Op, arguments: list[torch.Tensor | None], attrs: dict[str, objec
         return None
     reference = getattr(TORCH_OPS, op.name)(*arguments, **attrs, implementation="reference")
     return kit.written(op, tuple(map(kit.as_numpy, kit.as_tuple(reference))))
+
+
+@pytest.mark.parametrize("dtype", NAMES, ids=str)
+def test_views_for_the_interpreter(dtype: torch.dtype) -> None:
+    """They are of the tensor's own memory, and leave its storage one that FSDP can resize."""
+    matrix = torch.arange(12).reshape(3, 4).to(dtype)
+    for tensor in (matrix, matrix.T[1:], matrix[:1, :1].expand(2, 5), matrix[1, 2], matrix[:0]):
+        view = to_numpy(tensor)
+        assert view.shape == tensor.shape and view.flags.writeable and tensor.untyped_storage().resizable()
+        assert view.ravel().tolist() == tensor.flatten().tolist()
+        assert not tensor.numel() or view.ctypes.data == tensor.data_ptr()
 
 
 @by_name

@@ -447,6 +447,8 @@ MUTANTS = (
            "xmla/core/debug/reproducer.py", "../test_live.py", "nobody_elses"),
     Mutant("require(nbytes <= len(content),", "require(True,", "xmla/core/debug/reproducer.py", "../test_live.py",
            "no_reproducer"),
+    Mutant("np.asarray(_Memory(tensor))", "tensor.detach().numpy()", "xmla/torch_api/_arrays.py", "../test_torch.py",
+           "views_for"),
     Mutant("if not _is_apart(tensor):", "if False:", "xmla/torch_api/_batching.py", "../test_torch.py", "vmap_refuses"),
     Mutant("None, CalledAs(here, names))", "None)", "xmla/compat/_published.py", "../test_compat.py", "every_layout"),
     Mutant("check=check,", "check=lambda problem: None,", f"{OPS}/layer/dsa_step/__init__.py",

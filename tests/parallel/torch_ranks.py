@@ -187,6 +187,12 @@ def check_transformers(mesh: dist.DeviceMesh, rank: int, ranks: int) -> dict[str
     return transformers_gradients.check_transformers(mesh, rank, ranks)
 
 
+def check_entries_and_pools(mesh: dist.DeviceMesh, rank: int, ranks: int) -> dict[str, object]:
+    import transformers_gradients
+
+    return transformers_gradients.check_entries_and_pools(mesh, rank, ranks)
+
+
 def main() -> None:
     store, rank, ranks, *checks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:]
     if GPU:

@@ -1,5 +1,6 @@
 """A training step of a model of transformers under fully_shard, with the indexers' loss, against one process."""
 
+import re
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from xmla.transformers import IndexerLoss
+from xmla.transformers.models import ENTRIES, POOLS
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -47,4 +49,32 @@ def check_transformers(mesh: dist.DeviceMesh, rank: int, ranks: int) -> dict[str
         assert ours.keys() == want.keys()
         errors = {name: float((ours[name] - want[name]).norm() / want[name].norm()) for name in want}
         found[f"{units}, {warm_up}"] = max(errors.values())
+    return {"errors": found}
+
+
+def gathered(kind: str, device: str, tokens: torch.Tensor, shards: bool) -> dict[str, torch.Tensor]:
+    """Gradients of a model whose indexers have no loss, of one process or of layers that are gathered one by one."""
+    model = build(kind, device, index_topk=64).train()
+    if shards:
+        model = model.float()
+        for name, module in list(model.named_modules()):
+            if re.search(r"(^|\.)model\.(language_model\.)?layers\.\d+$", name):
+                fully_shard(module, mp_policy=POLICY)
+        fully_shard(model, mp_policy=POLICY)
+    model(tokens, labels=tokens, use_cache=False).loss.backward()
+    grads = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
+
+
+def check_entries_and_pools(mesh: dist.DeviceMesh, rank: int, ranks: int) -> dict[str, object]:
+    """DeepSeek-V4 and GLM-5.3-Flash likewise, by the parameters of their attention."""
+    found = {}
+    for kind in (ENTRIES, POOLS):
+        torch.manual_seed(0)  # the same texts on all ranks
+        texts = text(mesh.device_type, ranks, 18)
+        want = gathered(kind, mesh.device_type, texts, False)
+        ours = gathered(kind, mesh.device_type, texts[rank : rank + 1], True)
+        assert ours.keys() == want.keys()
+        errors = {name: float((ours[name] - want[name]).norm() / want[name].norm()) for name in want}
+        found[kind] = max(error for name, error in errors.items() if ".self_attn." in name)
     return {"errors": found}

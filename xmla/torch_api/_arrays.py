@@ -28,12 +28,24 @@ def device_of(device: torch.device) -> Device:
     return Device.of(facts.name, facts.major * 10 + facts.minor, facts.multi_processor_count)
 
 
+class _Memory:
+    """A tensor's memory as integers of its elements' size, in the form that NumPy takes.
+
+    `Tensor.numpy` would make its storage one that nobody may resize, which FSDP does to a layer's parameters.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        size = tensor.element_size()
+        self.tensor = tensor  # alive as long as a view of it
+        self.__array_interface__ = {
+            "version": 3, "typestr": f"=u{size}", "data": (tensor.data_ptr(), False), "shape": tuple(tensor.shape),
+            "strides": tuple(step * size for step in tensor.stride()),
+        }  # fmt: skip
+
+
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """A view of a CPU tensor with its NumPy dtype; 8- and 16-bit floats are viewed as integers of their size first."""
-    dtype = DTYPES[NAMES[tensor.dtype]][0]
-    if tensor.dtype.is_floating_point and tensor.dtype.itemsize < 4:
-        tensor = tensor.detach().view(torch.uint8 if tensor.dtype.itemsize == 1 else torch.int16)
-    return tensor.detach().numpy().view(dtype)
+    """A view of a CPU tensor with its NumPy dtype."""
+    return np.asarray(_Memory(tensor)).view(DTYPES[NAMES[tensor.dtype]][0])
 
 
 def from_strided(array: np.ndarray, device: str) -> torch.Tensor:
