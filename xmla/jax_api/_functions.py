@@ -389,7 +389,8 @@ def dsa_attention(
 
     Args:
         q: [T, H, L+E] bfloat16 or float16, absorbed queries, H ≤ 128.
-        index_q: [T, I, D] bfloat16, float16 or float32, roped indexer queries, 1 ≤ I ≤ 128.
+        index_q: [T, I, D] bfloat16, float16 or float32, indexer queries, 1 ≤ I ≤ 128. Roped as the indexer's keys are;
+            a Hadamard transform has rotated both or neither.
         index_weights: [T, I], any of the same dtypes, unscaled weights of the indexer heads.
         mla_cache: [P, R, ROW] in any format of `write_mla_cache`, or plain rows [P, R, L+E] of q's dtype.
         indexer_cache: [P, R, INDEXER_ROW] bytes, INDEXER_ROW = D+4 (fp8) or D/2+4 (mxfp4). Both caches share page ids
@@ -595,7 +596,8 @@ def dsa_step(
         entry_slots: [T] int32 or int64, page · R + offset of each token's entry and key, in both caches. A slot outside
             [0, P·R) is skipped: its token is not written. Valid slots must be distinct.
         q: [T, H, L+E] bfloat16 or float16, absorbed queries, H ≤ 128.
-        index_q: [T, I, D] bfloat16, float16 or float32, roped indexer queries, 1 ≤ I ≤ 128.
+        index_q: [T, I, D] bfloat16, float16 or float32, indexer queries, 1 ≤ I ≤ 128. Roped as the indexer's keys are;
+            a Hadamard transform has rotated both or neither.
         index_weights: [T, I], any of the same dtypes, unscaled weights of the indexer heads.
         mla_cache: [P, R, ROW] in any format of `write_mla_cache` whose entries have L latent and E roped dims. Updated.
         indexer_cache: [P, R, INDEXER_ROW] bytes, INDEXER_ROW = D+4 (fp8) or D/2+4 (mxfp4). Updated. Both

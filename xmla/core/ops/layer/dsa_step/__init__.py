@@ -33,7 +33,8 @@ def dsa_step(
         entry_slots: [T] int32 or int64, page · R + offset of each token's entry and key, in both caches. A slot outside
             [0, P·R) is skipped: its token is not written. Valid slots must be distinct.
         q: [T, H, L+E] bfloat16 or float16, absorbed queries, H ≤ 128.
-        index_q: [T, I, D] bfloat16, float16 or float32, roped indexer queries, 1 ≤ I ≤ 128.
+        index_q: [T, I, D] bfloat16, float16 or float32, indexer queries, 1 ≤ I ≤ 128. Roped as the indexer's keys are;
+            a Hadamard transform has rotated both or neither.
         index_weights: [T, I], any of the same dtypes, unscaled weights of the indexer heads.
         mla_cache: [P, R, ROW] in any format of `write_mla_cache` whose entries have L latent and E roped dims. Updated
             in place.
