@@ -1,6 +1,6 @@
 """Calls of several ops as one: the plan of an op that is composed of others."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,7 +56,7 @@ class Composition:
         self.arrays |= results
         self.written |= results.keys() | part.updates
 
-    def plan(self, fusions: Iterable[Fusion] = ()) -> Plan:
+    def plan(self, fusions: Sequence[Fusion] = ()) -> Plan:
         """The plan of the steps, in which `fusions` make one launch of two."""
         plan = join(self.parts, tuple(self.problem.results))
         return replace(plan, launches=fuse(plan.launches, fusions))

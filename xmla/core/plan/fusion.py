@@ -1,6 +1,6 @@
 """Two launches of a plan that become one: a composition lists the pairs that it has a kernel for."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from xmla.core.plan.plan import Kernel, Launch
@@ -20,14 +20,23 @@ class Fusion:
     make: Callable[[Launch, Launch], Launch | None]
 
 
-def fuse(launches: Iterable[Launch], fusions: Iterable[Fusion]) -> tuple[Launch, ...]:
+def fuse(launches: Iterable[Launch], fusions: Sequence[Fusion]) -> tuple[Launch, ...]:
     """The launches, with one in the place of each two that a fusion makes one of."""
-    makes = {(fusion.first, fusion.second): fusion.make for fusion in fusions}
     fused: list[Launch] = []
     for launch in launches:
-        make = makes.get((fused[-1].kernel, launch.kernel)) if fused else None
-        if make and (both := make(fused[-1], launch)):
+        if fused and (both := _joined(fused[-1], launch, fusions)):
             fused[-1] = both
         else:
             fused.append(launch)
     return tuple(fused)
+
+
+def _joined(first: Launch, second: Launch, fusions: Sequence[Fusion]) -> Launch | None:
+    """The launch that does the work of both, if there is one.
+
+    Kernels are told by identity: a kernel's hash is of its source, which Triton 3.7 cannot read of all of them.
+    """
+    for fusion in fusions:
+        if fusion.first is first.kernel and fusion.second is second.kernel:
+            return fusion.make(first, second)
+    return None
