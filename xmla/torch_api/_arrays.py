@@ -45,7 +45,10 @@ class _Memory:
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     """A view of a CPU tensor with its NumPy dtype."""
-    return np.asarray(_Memory(tensor)).view(DTYPES[NAMES[tensor.dtype]][0])
+    dtype = DTYPES[NAMES[tensor.dtype]][0]
+    if not tensor.numel():  # it may have no address, which NumPy 2.1 asks for
+        return np.empty(tuple(tensor.shape), dtype)
+    return np.asarray(_Memory(tensor)).view(dtype)
 
 
 def from_strided(array: np.ndarray, device: str) -> torch.Tensor:
