@@ -11,9 +11,10 @@ MAX_K = 2048  # of which a sample leaves at most 4096 candidates, 16 of each thr
 MAX_COLUMNS = 131072  # a bit each, and their counts, in the shared memory of three programs an SM
 # Programs of three an SM: 685 µs at 8192 × 65536, 746 with 64 registers, four and spills (H200, 2026-11-29).
 REGISTERS = 80
-# Of fewer rows than SMs: those that clusters do not take, of widths at which a program with a row is fast.
+# Of fewer rows than SMs: those that clusters do not take, of widths at which a program with a row is fast. They begin
+# and end as those of warm-up's lists do, at powers of two and what exceeds them.
 MOST_ROWS_OF_CLUSTERS = 16
-FEWEST_COLUMNS, MOST_COLUMNS = 4096, 16384
+FEWEST_COLUMNS, MOST_COLUMNS = 4097, 16384
 
 BY_INLINE_PTX = Condition("Triton 3.9 or newer", lambda *_: None if hasattr(gl, "inline_asm") else "by an older Triton")
 
@@ -89,7 +90,7 @@ IMPLEMENTATION = Implementation(
         Condition(f"a k of at most {MAX_K}", _many_of_a_row),
         # A program has a row, for 46 µs at 131072 columns whatever the others do, so that fewer rows leave SMs idle. At
         # that width 512 rows, of a short last round, are 0.95 times as fast, all others 1.06 to 1.33 times (H200).
-        # 17 to 132 rows of 4096 to 16384 columns take 8.6 to 12.4 µs, the portable kernels 10.4 to 22.3; 32 rows of
+        # 17 to 132 rows of 8192 and 16384 columns take 8.7 to 12.4 µs, the portable kernels 10.4 to 22.3; 32 rows of
         # 32768 columns 14.9 and 13.7 (H200, 2026-11-29).
         Condition(
             f"more rows than SMs, or more than {MOST_ROWS_OF_CLUSTERS} of {FEWEST_COLUMNS} to {MOST_COLUMNS} columns",
