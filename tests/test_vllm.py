@@ -732,7 +732,12 @@ def test_warmup_of_selections_in_blocks(device: Device) -> None:
         pages = {"cache": INDEX_POOL, "block_table": Spec((requests, 2560), "int32")}
         return call("_paged", query(requests * new) | pages | rows)
 
-    for make in (prefill, decode):
+    def wide() -> Call:
+        """Blocks that are whole vectors, a few more than a cluster of CTAs selects from on Hopper."""
+        gathered = {"keys": Spec((8 * 131076, 128), "float8_e4m3fn"), "key_scales": Spec((8 * 131076,), "float32")}
+        return call("", query(2) | gathered | {name: Spec((2,), "int32") for name in ("starts", "ends")})
+
+    for make in (prefill, decode, wide):
         missing = unlisted(device, found, make)
         assert not missing, missing[0]
 

@@ -123,7 +123,8 @@ def select_calls(
                 yield from share_calls(selection.of_tokens(tokens, "ends"), columns, k, sizes.ranks)
     for count in full_waves(device, sizes.tokens):
         most = min(sizes.keys, sizes.scratch // (4 * count))
-        for columns in around_powers_of_2(most):
+        vector = () if blocks is None else (4 * blocks.size,)  # rows of a number a block are whole vectors, or not
+        for columns in around_powers_of_2(most, *vector):
             tokens = min(count, sizes.at_once(columns))
             called = selection.ragged(tokens, heads, columns, keys)
             if blocks is not None:

@@ -29,6 +29,6 @@ def powers_of_2(most: int) -> list[int]:
     return [1 << i for i in range(most.bit_length())]
 
 
-def around_powers_of_2(most: int) -> list[int]:
-    """Sizes at which selections are planned: powers of two, what exceeds them, and the most."""
-    return sorted({min(n + more, most) for n in powers_of_2(2 * most) for more in (0, 1)})
+def around_powers_of_2(most: int, *more: int) -> list[int]:
+    """Sizes at which selections are planned: powers of two, what exceeds them by 1 or by `more`, and the most."""
+    return sorted({min(n + by, most) for n in powers_of_2(2 * most) for by in (0, 1, *more)})
