@@ -706,7 +706,7 @@ def test_a_checkpoint_in_the_place_of_a_name(tmp_path: Path) -> None:
         assert "mla_cache: 1152 bytes per entry" in planned.output and "indexer_cache: 68 bytes" in planned.output
         mine = typical(model, 8, cache_format="plain", index_format="mxfp4", workspace_bytes=4_000_000)
         assert (mine.heads, mine.k, mine.softmax_scale) == (16, 1024, 192**-0.5)
-        assert f"{len(mine.specializations(H200))} kernels are compiled" in planned.output
+        assert f"{len(mine.specializations(H200))} kernels serve these steps" in planned.output
     file.write_text(json.dumps(config | {"kv_lora_rank": 128}))
     refused = CliRunner().invoke(app, ["plan", "--model", str(tmp_path)])
     assert str(refused.exception) == "model_config: kv_lora_rank of deepseek_v32 is 128, expected 512"

@@ -101,7 +101,8 @@ def test_training_of_entries_and_pools(tmp_path: Path) -> None:
     require_transformers()
     found = run_ranks(tmp_path, 2, "entries_and_pools")
     assert all(rank.get("ok") for rank in found), found
-    assert len(found[0]["errors"]) == 2 and max(found[0]["errors"].values()) < 0.05, found
+    # Either side is up to 0.04 from float32; an H200 has 0.058 between them.
+    assert len(found[0]["errors"]) == 2 and max(found[0]["errors"].values()) < 0.1, found
 
 
 @pytest.mark.slow

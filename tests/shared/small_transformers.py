@@ -109,13 +109,16 @@ def distance(a: torch.Tensor, b: torch.Tensor, where: torch.Tensor) -> float:
     return float((a - b)[where].norm() / b[where].norm())
 
 
-def assert_as_near(model: Any, exact: Any, eager: Any) -> None:
-    """Assert that a model's gradients are about as near to those in float32 as eager attention's are."""
+def assert_as_near(model: Any, exact: Any, eager: Any, part: str = "") -> None:
+    """Assert that gradients of a model's part are about as near to those in float32 as eager attention's are.
+
+    Both have other roundings, by which a weight's distances differ 1.5 times at random.
+    """
     for (name, ours), theirs, others in zip(
         model.named_parameters(), exact.parameters(), eager.parameters(), strict=True
     ):
-        if theirs.grad is not None:
+        if theirs.grad is not None and part in name:
             everything = torch.ones_like(theirs).bool()
-            errors = [distance(each.grad, theirs.grad, everything) for each in (ours, others)]
+            errors = [distance(each.grad.float(), theirs.grad, everything) for each in (ours, others)]
             few = theirs.numel() < 256  # such as a stream's scale, of whose terms little is left
             assert errors[0] < 1.5 * errors[1] + (0.1 if few else 0.02), name
