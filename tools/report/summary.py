@@ -172,7 +172,7 @@ def markdown(rows: Iterable[Row]) -> str:
 
 def report(
     h200: Path, frameworks: Path, h100: Path, h200_backward: Path, h100_backward: Path, layer: Path, megatron: Path,
-    h200_vllm: Path, h100_vllm: Path,
+    transformers: Path, h200_vllm: Path, h100_vllm: Path,
 ) -> str:  # fmt: skip
     """Markdown of the README."""
     return markdown([
@@ -180,6 +180,7 @@ def report(
         *derivative(h200_backward, h100_backward),
         *in_jax(frameworks),
         *trained(layer, megatron),
+        *in_transformers(transformers),
         *served("vLLM 0.33 on one GPU", "its own kernels", "[vLLM](docs/vllm_measured.md)", h200_vllm, h100_vllm),
     ])  # fmt: skip
 
