@@ -270,6 +270,9 @@ def test_digests_name_what_differs() -> None:
     places = (layouts.digest(name, 64) for name in ("v41", "v41_footer"))
     assert layouts.differences(*places)["parts"] == ("dims:512,scales:16", "dims:512|scales:16")
     assert layouts.differences(v32, layouts.digest("plain", 64))["scale"] == ("float32", "none")
+    rotated, own, untold = (layouts.digest("indexer_fp8_d128", 64, hadamard=each) for each in (True, False, None))
+    assert layouts.differences(rotated, own) == {"hadamard": ("yes", "no")}
+    assert layouts.differences(untold, own) == {"hadamard": ("none", "no")}
 
 
 def test_digest_refuses() -> None:
@@ -279,5 +282,7 @@ def test_digest_refuses() -> None:
         layouts.digest("v32", 0)
     with pytest.raises(ArgumentError, match=r"^digest: page_stride is 64, expected at least 41984 for 64 entries$"):
         layouts.digest("v32", 64, page_stride=64)
+    with pytest.raises(ArgumentError, match=r"^digest: hadamard is False for 'v32', expected None: "):
+        layouts.digest("v32", 64, hadamard=False)
     with pytest.raises(ArgumentError, match=r"^differences: got 'v32', expected what `digest` returns$"):
         layouts.differences("v32", layouts.digest("v32", 64))

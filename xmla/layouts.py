@@ -164,7 +164,7 @@ def convert[Pool: (torch.Tensor, jax.Array, np.ndarray)](
     return cache
 
 
-def digest(cache_format: str, page_size: int, *, page_stride: int | None = None) -> str:
+def digest(cache_format: str, page_size: int, *, page_stride: int | None = None, hadamard: bool | None = None) -> str:
     """Name all that decides which byte of a page is what: two caches can be moved as bytes if their digests are equal.
 
     A connector compares it with the other side's before it moves pages, and tells `differences`.
@@ -174,6 +174,8 @@ def digest(cache_format: str, page_size: int, *, page_stride: int | None = None)
         page_size: Entries of a page, R.
         page_stride: Elements from page to page: bytes, or of plain rows 16-bit elements. Default: that of the format's
             allocators, which pad a page of some formats.
+        hadamard: Whether a Hadamard transform has rotated an indexer's keys, as in DeepSeek-V4's reference and in
+            SGLang, not in vLLM. No byte tells, so the digest has a field of it only if it is given.
 
     Returns:
         Fields by name, as in `format=v32;page=64;stride=41984;values=e4m3;scale=float32;tile=128;
@@ -181,7 +183,7 @@ def digest(cache_format: str, page_size: int, *, page_stride: int | None = None)
         are in the page's footer.
 
     Raises:
-        ArgumentError: The name is unknown, or a page is smaller than its entries.
+        ArgumentError: The name is unknown, a page is smaller than its entries, or `hadamard` is given for attention's.
     """
     layout = _named("cache_format", cache_format, LAYOUTS, "digest")
     page_size = Attr("page_size", int, False, None).plain("digest", page_size)
@@ -195,6 +197,12 @@ def digest(cache_format: str, page_size: int, *, page_stride: int | None = None)
     entry = entry_of(layout)
     scales = {"scale": entry.scale, "tile": entry.tile} if layout.packed else {}
     fields = {"format": layout.name, "page": page_size, "stride": stride, "values": entry.values} | scales
+    if (hadamard := Attr("hadamard", bool, True, None).plain("digest", hadamard)) is not None:
+        if not isinstance(layout, IndexerLayout):
+            raise ArgumentError(
+                f"digest: hadamard is {hadamard} for {layout.name!r}, expected None: keys alone have it"
+            )
+        fields["hadamard"] = "yes" if hadamard else "no"
     both = (",".join(f"{part}:{size}" for part, size in parts) for parts in (entry.parts, entry.footer) if parts)
     parts = "|".join(both)
     return ";".join(f"{field}={value}" for field, value in (fields | {"parts": parts}).items())
