@@ -1736,7 +1736,7 @@ def select_topk(
     Implementations, best first:
         triton: rows of at most k columns.
         gluon_sm90: compute capability 9.0; Triton 3.9 or newer; at most 131072 columns; a k of at most 2048; more rows
-            than SMs, or more than 16 of 4096 to 16384 columns.
+            than SMs, or more than 16 of 4097 to 16384 columns.
         gluon_sm90_cluster: compute capability 9.0; Triton 3.9 or newer; a k of at most 2048; at most 131072 columns; at
             most 16 rows, 8 of more than 65536 columns.
         triton: every call.
