@@ -70,8 +70,8 @@ class Picture:
 TABLES = (
     Table("README.md", "speed", summary.report, (
         "h200/bench.jsonl", "h200/frameworks.jsonl", "h100/bench.jsonl", "h200/backward.jsonl", "h100/backward.jsonl",
-        "h200/layer.jsonl", "h200/megatron.jsonl", "h200/transformers.jsonl", "h200/vllm_033.jsonl",
-        "h100/vllm_033.jsonl",
+        "h200/jax_peers.jsonl", "h200/layer.jsonl", "h200/megatron.jsonl", "h200/transformers.jsonl",
+        "h200/vllm_033.jsonl", "h100/vllm_033.jsonl",
     )),
     Table("docs/concepts.md", "axes", declarations.axes, ()),
     Table("docs/formats.md", "formats", declarations.formats, ()),

@@ -171,14 +171,15 @@ def markdown(rows: Iterable[Row]) -> str:
 
 
 def report(
-    h200: Path, frameworks: Path, h100: Path, h200_backward: Path, h100_backward: Path, layer: Path, megatron: Path,
-    transformers: Path, h200_vllm: Path, h100_vllm: Path,
+    h200: Path, frameworks: Path, h100: Path, h200_backward: Path, h100_backward: Path, jax_peers: Path, layer: Path,
+    megatron: Path, transformers: Path, h200_vllm: Path, h100_vllm: Path,
 ) -> str:  # fmt: skip
     """Markdown of the README."""
     return markdown([
         *attention(h200, frameworks, h100),
         *derivative(h200_backward, h100_backward),
         *in_jax(frameworks),
+        *peers_in_jax(jax_peers),
         *trained(layer, megatron),
         *in_transformers(transformers),
         *served("vLLM 0.33 on one GPU", "its own kernels", "[vLLM](docs/vllm_measured.md)", h200_vllm, h100_vllm),
