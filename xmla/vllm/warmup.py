@@ -121,9 +121,9 @@ def select_calls(
             else:
                 yield Call("indexer_logits_paged", with_ids, form)
                 yield from share_calls(selection.of_tokens(tokens, "ends"), columns, k, sizes.ranks)
+    vector = () if blocks is None else (4 * blocks.size,)  # rows of a number a block are whole vectors, or not
     for count in full_waves(device, sizes.tokens):
         most = min(sizes.keys, sizes.scratch // (4 * count))
-        vector = () if blocks is None else (4 * blocks.size,)  # rows of a number a block are whole vectors, or not
         for columns in around_powers_of_2(most, *vector):
             tokens = min(count, sizes.at_once(columns))
             called = selection.ragged(tokens, heads, columns, keys)

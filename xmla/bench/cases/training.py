@@ -1,8 +1,7 @@
 """Training: attention's derivative, the indexer's scores with the selection that they are for, and its loss.
 
-The derivative is over as many plain rows as tokens, beside itself in any order, and cuDNN's and TileLang's if
-those are installed. The
-loss is timed with all of its gradients.
+The derivative is over as many plain rows as tokens, beside itself in any order, and cuDNN's and TileLang's if those are
+installed. The loss is timed with all of its gradients.
 """
 
 from collections.abc import Callable, Iterator

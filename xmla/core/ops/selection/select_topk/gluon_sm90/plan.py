@@ -11,9 +11,9 @@ MAX_K = 2048  # of which a sample leaves at most 4096 candidates, 16 of each thr
 MAX_COLUMNS = 131072  # a bit each, and their counts, in the shared memory of three programs an SM
 # Programs of three an SM: 685 µs at 8192 × 65536, 746 with 64 registers, four and spills (H200, 2026-11-29).
 REGISTERS = 80
-# Of fewer rows than SMs: those that clusters do not take, of widths at which a program with a row is fast. They begin
-# and end as those of warm-up's lists do, at powers of two and what exceeds them.
-MOST_ROWS_OF_CLUSTERS = 16
+MOST_ROWS_OF_CLUSTERS = 16  # which run at the same time, of two CTAs an SM
+# Of more rows, but fewer than SMs: widths at which a program with a row is fast. They begin and end as those of
+# warm-up's lists do, at powers of two and what exceeds them.
 FEWEST_COLUMNS, MOST_COLUMNS = 4097, 16384
 
 BY_INLINE_PTX = Condition("Triton 3.9 or newer", lambda *_: None if hasattr(gl, "inline_asm") else "by an older Triton")

@@ -1,7 +1,7 @@
 from dataclasses import dataclass
 
 from xmla.core.call import Problem
-from xmla.core.ops.selection.select_topk.gluon_sm90.plan import BY_INLINE_PTX
+from xmla.core.ops.selection.select_topk.gluon_sm90.plan import BY_INLINE_PTX, MOST_ROWS_OF_CLUSTERS
 from xmla.core.ops.selection.select_topk.gluon_sm90_cluster.kernel import (
     CTAS,
     GROUPS,
@@ -14,9 +14,7 @@ from xmla.core.plan import ON_HOPPER, Condition, Constants, Implementation, Laun
 from xmla.core.values import Device, next_power_of_2
 
 MOST_TILES = 16  # of a CTA, in registers: 64 keys of a thread
-# Rows whose clusters run at the same time: of two CTAs an SM, and of one.
-MOST_ROWS = 16
-MOST_WIDE_ROWS = 8
+MOST_WIDE_ROWS = 8  # whose clusters, of one CTA an SM, run at the same time
 WIDE = 65536
 
 
@@ -58,7 +56,7 @@ def plan(problem: Problem, device: Device) -> Plan:
 
 
 def _many(problem: Problem, _: Device) -> str | None:
-    most = MOST_WIDE_ROWS if problem["N"] > WIDE else MOST_ROWS
+    most = MOST_WIDE_ROWS if problem["N"] > WIDE else MOST_ROWS_OF_CLUSTERS
     return None if problem["T"] <= most else f"with {problem['T']} rows of {problem['N']} columns"
 
 
@@ -76,7 +74,7 @@ IMPLEMENTATION = Implementation(
             f"at most {MOST_TILES * CTAS.value * WIDTH.value} columns",
             lambda problem, _: None if tiles_of(problem) <= MOST_TILES else f"with {problem['N']} columns",
         ),
-        Condition(f"at most {MOST_ROWS} rows, {MOST_WIDE_ROWS} of more than {WIDE} columns", _many),
+        Condition(f"at most {MOST_ROWS_OF_CLUSTERS} rows, {MOST_WIDE_ROWS} of more than {WIDE} columns", _many),
     ),
     "gluon_sm90_cluster",
 )
