@@ -170,8 +170,6 @@ MUTANTS = (
            "xmla/core/op/composition.py", "../core/test_plan.py", "two_launches_less"),
     Mutant("self.written = {*problem.written}", "self.written = set()", "xmla/core/op/composition.py",
            "../core/test_plan.py", "arguments_alone and dsa_attention"),
-    Mutant(" if select.grid[0] <= MAPPED_ROWS else None", "", f"{OPS}/layer/dsa_attention/plan.py",
-           "../core/test_choices.py", "also_map_them"),
     Mutant("FEWEST_COLUMNS <= columns <= MOST_COLUMNS", "columns <= MOST_COLUMNS",
            f"{OPS}/selection/select_topk/gluon_sm90/plan.py", "../core/test_choices.py", "hoppers_own_kernel"),
     Mutant(' if select.constants["PIECE"] else None', "", f"{OPS}/layer/dsa_attention/plan.py",

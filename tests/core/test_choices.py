@@ -12,10 +12,7 @@ from xmla.core.errors import UnsupportedError
 from xmla.core.models.v32 import ModelConfig
 from xmla.core.op import Op, plan_call
 from xmla.core.ops.indexer import indexer_logits
-from xmla.core.ops.layer.dsa_attention.gluon_sm90.kernel import (
-    select_slots_cluster_sm90_kernel,
-    select_slots_rows_sm90_kernel,
-)
+from xmla.core.ops.layer.dsa_attention.gluon_sm90.kernel import select_slots_cluster_sm90_kernel
 from xmla.core.ops.layer.dsa_attention.kernels import select_slots_kernel, whole_slots_kernel
 from xmla.core.ops.layer.dsa_attention.plan import FUSIONS
 from xmla.core.ops.selection.select_topk.sample import Sample
@@ -203,8 +200,8 @@ def test_no_kernel_is_hashed_to_find_what_joins_launches(monkeypatch: pytest.Mon
         (3, 64, whole_slots_kernel),
         (3, 4096, select_slots_cluster_sm90_kernel),
         (17, 4096, select_slots_kernel),
-        (17, 4097, select_slots_rows_sm90_kernel),
-        (132, 16384, select_slots_rows_sm90_kernel),
+        (17, 4097, None),
+        (132, 16384, None),
         (132, 32768, select_slots_kernel),
         (133, 4096, None),
     ],

@@ -18,10 +18,7 @@ from xmla.core.values import Device
 OLDER = SERVED["triton"]
 TENSOR_MEMORY_COLUMNS = 512
 GLUON = ("_sm90_kernel", "_sm100_kernel", "_sm120_kernel")  # how the kernels for one architecture are called
-WITHOUT_PRODUCTS = {
-    "topk_rows_sm90_kernel", "topk_cluster_sm90_kernel", "select_slots_cluster_sm90_kernel",
-    "select_slots_rows_sm90_kernel",
-}  # fmt: skip
+WITHOUT_PRODUCTS = {"topk_rows_sm90_kernel", "topk_cluster_sm90_kernel", "select_slots_cluster_sm90_kernel"}
 # Bytes with Triton 3.9; the registers of many rows of select_topk, measured on sm_90.
 SPILLED = {(89, "topk_candidates_kernel"): 8, (89, "sparse_mla_dcache_any_order_kernel"): 8}
 SPILLED |= {(arch, "sparse_mla_sm100_kernel"): 32 for arch in (100, 103)}

@@ -347,12 +347,11 @@ def test_entries_that_slots_name_become_rows(with_lengths: bool, monkeypatch: py
 
 
 @pytest.mark.parametrize("with_ids", [False, True])
-@pytest.mark.parametrize(("by", "k"), [("gluon_sm90_cluster", 100), ("gluon_sm90_cluster", 600), ("gluon_sm90", 600)])
-def test_programs_map_what_they_select(by: str, k: int, with_ids: bool) -> None:
+@pytest.mark.parametrize("k", [100, 600])
+def test_clusters_map_what_they_select(k: int, with_ids: bool) -> None:
     """A table with a missing page, requests that are none, rows of fewer columns than k."""
     rng, mapping = np.random.default_rng(0), registry()["map_slots"]
     rows, columns, page, requests = 6, 20000, 64, 3
-    device = H200 if by == "gluon_sm90_cluster" else HOPPER  # of one multiprocessor, so that six rows are many
     arrays = {
         "logits": rng.standard_normal((rows, columns)).astype(np.float32),
         "ends": np.array([columns, 700, 3, 0, 599, 15000], np.int32),
@@ -361,12 +360,11 @@ def test_programs_map_what_they_select(by: str, k: int, with_ids: bool) -> None:
     arrays["block_table"][1, ::7] = -1
     ids = {"request_ids": np.array([0, 1, 2, -1, 7, 1], np.int32)} if with_ids else {}
     specs = {name: Spec.of_numpy(array) for name, array in (arrays | ids).items()}
-    select, _ = plan_call(SELECTION, (specs["logits"], specs["ends"], None), SELECTION.attributes(k=k), device, by)
+    select, _ = plan_call(SELECTION, (specs["logits"], specs["ends"], None), SELECTION.attributes(k=k), H200)
     called = Spec((rows, k), "int32"), specs["block_table"], specs.get("request_ids"), None
     mapped, _ = plan_call(mapping, called, mapping.attributes(page_size=page), H200)
     launches = fuse((*select.launches, *mapped.launches), FUSIONS)
-    kernel = "select_slots_cluster_sm90_kernel" if by == "gluon_sm90_cluster" else "select_slots_rows_sm90_kernel"
-    assert [launch.name for launch in launches] == [kernel]
+    assert [launch.name for launch in launches] == ["select_slots_cluster_sm90_kernel"]
     plan = Plan(launches, {**select.buffers, **mapped.buffers}, ("indices", "slots", "counts"))
     got = emulator.run(plan, kit.copies(arrays | ids))
     (indices,) = SELECTION.reference(arrays["logits"], arrays["ends"], k=k)

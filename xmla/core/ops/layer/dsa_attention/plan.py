@@ -4,12 +4,8 @@ from xmla.core.call import Problem
 from xmla.core.op import Composition, same_names
 from xmla.core.ops.attention import sparse_mla
 from xmla.core.ops.indexer import indexer_topk_paged, quantize_indexer_query
-from xmla.core.ops.layer.dsa_attention.gluon_sm90.kernel import (
-    select_slots_cluster_sm90_kernel,
-    select_slots_rows_sm90_kernel,
-)
+from xmla.core.ops.layer.dsa_attention.gluon_sm90.kernel import select_slots_cluster_sm90_kernel
 from xmla.core.ops.layer.dsa_attention.kernels import select_slots_kernel, whole_slots_kernel
-from xmla.core.ops.selection.select_topk.gluon_sm90.kernel import topk_rows_sm90_kernel
 from xmla.core.ops.selection.select_topk.gluon_sm90_cluster.kernel import topk_cluster_sm90_kernel
 from xmla.core.ops.selection.select_topk.kernels import topk_select_kernel, topk_whole_kernel
 from xmla.core.ops.slots import map_slots
@@ -27,8 +23,6 @@ COMPUTED_FROM = {
     "indices": "lengths",
     "slots": "lengths",
 }
-
-MAPPED_ROWS = 132  # of Hopper's kernel that selects a row in one program
 
 
 def plan(problem: Problem, device: Device) -> Plan:
@@ -73,11 +67,6 @@ def map_cluster(select: Launch, mapping: Launch) -> Launch:
     return map_selected(select, mapping, select_slots_cluster_sm90_kernel)
 
 
-def map_rows(select: Launch, mapping: Launch) -> Launch | None:
-    """Programs that select a row each also map it, if they all run at once: else a launch that maps takes less."""
-    return map_selected(select, mapping, select_slots_rows_sm90_kernel) if select.grid[0] <= MAPPED_ROWS else None
-
-
 def map_selected(select: Launch, mapping: Launch, kernel: Kernel) -> Launch:
     """A launch of `kernel`, whose programs select as those of `select` and then map the row.
 
@@ -113,5 +102,4 @@ FUSIONS = (
     Fusion(topk_whole_kernel, map_slots_kernel, map_whole),
     Fusion(topk_select_kernel, map_slots_kernel, map_few),
     Fusion(topk_cluster_sm90_kernel, map_slots_kernel, map_cluster),
-    Fusion(topk_rows_sm90_kernel, map_slots_kernel, map_rows),
 )

@@ -2,25 +2,25 @@ from xmla.core.lang.gluon import gl, gluon
 from xmla.core.lang.launches import gluon_let_next_start as let_next_start
 from xmla.core.lang.launches import gluon_wait_for_earlier as wait_for_earlier
 from xmla.core.lang.offsets import gluon_offset_of as offset_of
-from xmla.core.ops.selection.select_topk.gluon_sm90.kernel import WARPS, parts, select_row
-from xmla.core.ops.selection.select_topk.gluon_sm90_cluster.kernel import THREADS, in_each
-from xmla.core.ops.selection.select_topk.gluon_sm90_cluster.kernel import select_row as select_row_by_cluster
+from xmla.core.ops.selection.select_topk.gluon_sm90_cluster.kernel import THREADS, in_each, select_row
 
 
 @gluon.jit
 def map_selected(
     block_table_ptr, request_ids_ptr, k, num_requests, table_stride, table_width, next_n, indices_ptr, slots_ptr,
-    counts_ptr, MAPPING: gl.constexpr, BLOCK: gl.constexpr, LAYOUT: gl.constexpr,
+    counts_ptr, MAPPING: gl.constexpr,
 ):  # fmt: skip
-    """Map the row that this program has selected; parameters as in the kernels below."""
+    """Map the row that this program has selected; parameters as in the kernel below. Each CTA maps all of it."""
     gl.static_assert(MAPPING.ONE_STEP and not MAPPING.COMPACT and not MAPPING.HAS_LENGTHS, "whole rows, in one step")
+    BLOCK: gl.constexpr = max(MAPPING.BLOCK_K, THREADS)
     PAGE_SIZE: gl.constexpr = MAPPING.PAGE_SIZE
+    gl.barrier(cluster=True)  # other CTAs wrote what this one maps
     token = gl.program_id(0)
     request = token // next_n
     if MAPPING.HAS_REQUEST_IDS:
         request = gl.load(request_ids_ptr + token)
     width = gl.where((request >= 0) & (request < num_requests), table_width, 0)
-    place = gl.arange(0, BLOCK, layout=LAYOUT)
+    place = gl.arange(0, BLOCK, layout=in_each(BLOCK // THREADS))
     row = offset_of(token, k)
     index = gl.load(indices_ptr + row + place, mask=place < k, other=-1)
     inside = (index >= 0) & (index // PAGE_SIZE < width)
@@ -55,44 +55,8 @@ def select_slots_cluster_sm90_kernel(
     """`topk_cluster_sm90_kernel` and `map_slots_kernel` of a row."""
     let_next_start(C.OVERLAP_LIMIT)
     wait_for_earlier(C.OVERLAP_LIMIT)
-    BLOCK: gl.constexpr = max(MAPPING.BLOCK_K, THREADS)
-    select_row_by_cluster(logits_ptr, starts_ptr, ends_ptr, first_row, num_columns, row_stride, k, indices_ptr, C)
-    gl.barrier(cluster=True)  # other CTAs wrote what this one maps: each maps all of the row
+    select_row(logits_ptr, starts_ptr, ends_ptr, first_row, num_columns, row_stride, k, indices_ptr, C)
     map_selected(
         block_table_ptr, request_ids_ptr, k, num_requests, table_stride, table_width, next_n, indices_ptr, slots_ptr,
-        counts_ptr, MAPPING, BLOCK, in_each(BLOCK // THREADS),
-    )  # fmt: skip
-
-
-@gluon.jit
-def select_slots_rows_sm90_kernel(
-    logits_ptr,  # [T, N] f32
-    starts_ptr,  # [T] i32 if HAS_STARTS
-    ends_ptr,  # [T] i32
-    block_table_ptr,  # [B, M] i32
-    request_ids_ptr,  # [T] i32 if MAPPING.HAS_REQUEST_IDS
-    first_row,
-    num_columns,
-    row_stride,
-    k,
-    sample_rank,
-    num_requests,
-    table_stride,
-    table_width,
-    next_n,  # tokens per request, without request ids
-    indices_ptr,  # [T, K] i32
-    slots_ptr,  # [T, K] i32
-    counts_ptr,  # [T] i32
-    C: gl.constexpr,  # Rows, of topk_rows_sm90_kernel
-    MAPPING: gl.constexpr,  # Mapping, of map_slots_kernel
-):
-    """`topk_rows_sm90_kernel` and `map_slots_kernel` of a row."""
-    let_next_start(C.OVERLAP_LIMIT)
-    wait_for_earlier(C.OVERLAP_LIMIT)
-    BLOCK: gl.constexpr = max(MAPPING.BLOCK_K, 32 * WARPS)
-    select_row(logits_ptr, starts_ptr, ends_ptr, first_row, num_columns, row_stride, k, sample_rank, indices_ptr, C)
-    gl.barrier()  # other warps wrote what this one maps
-    map_selected(
-        block_table_ptr, request_ids_ptr, k, num_requests, table_stride, table_width, next_n, indices_ptr, slots_ptr,
-        counts_ptr, MAPPING, BLOCK, parts(BLOCK),
+        counts_ptr, MAPPING,
     )  # fmt: skip
