@@ -273,3 +273,11 @@ def test_a_step_of_megatrons_layer_by_xmla_alone_has_a_row() -> None:
     cells = "131,072", "2, tokens shared", "selected keys", "not run", "900 ms, 49.0 GiB", "", ""
     assert megatron.row(alone) == cells
     assert megatron.row(line | {"xmla": {"out_of_memory": True}})[-3:] == ("out of memory", "", "")
+
+
+def test_megatrons_fused_backends_have_columns_where_a_line_has_them() -> None:
+    line = {"tokens": 4096, "tensor_parallel": 1, "context_parallel": 1, "sparse_loss": True}
+    line |= {"tilelang": {"ms": 167.3, "peak_gib": 3.19}, "xmla": {"ms": 36.5, "peak_gib": 3.12}}
+    fused = ["cudnn", "tilelang"]
+    assert megatron.row(line, fused)[3:-2] == ("not run", "not run", "167 ms, 3.2 GiB", "36 ms, 3.1 GiB")
+    assert len(megatron.columns(fused)) == len(megatron.row(line, fused)) == 9

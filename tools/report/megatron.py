@@ -1,5 +1,6 @@
 """Megatron's layer by its code and by xmla, by `python -m benchmarks.megatron`."""
 
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -8,7 +9,8 @@ from tools.report.markdown import table
 from tools.report.results import Line, read
 from xmla.bench.provenance import origin
 
-COLUMNS = ("tokens", "GPUs", "loss over", "Megatron's code", "xmla", "speed", "difference")
+# Megatron's fused backends, which some lines have.
+FUSED = {"cudnn": "its `cudnn`", "tilelang": "its `tilelang`"}
 
 
 def gpus(line: Line) -> str:
@@ -24,20 +26,28 @@ def origin_and_versions(line: Line) -> str:
     return f"{origin(line)}, {', '.join(f'{name} {version}' for name, version in packages.items())}."
 
 
-def row(line: Line) -> tuple[str, ...]:
-    """The cells of a run, by `COLUMNS`."""
+def columns(fused: Sequence[str]) -> list[str]:
+    named = [FUSED[name] for name in fused]
+    return ["tokens", "GPUs", "loss over", "Megatron's code", *named, "xmla", "speed", "difference"]
+
+
+def row(line: Line, fused: Sequence[str] = ()) -> tuple[str, ...]:
+    """The cells of a run, by `columns`."""
     theirs, ours = line.get("none", {}), line["xmla"]  # of some lengths xmla's step was measured alone
     ratio = f"{theirs['ms'] / ours['ms']:.1f} ×" if "ms" in theirs and "ms" in ours else ""
     apart = f"{max(line['difference'].values()):.1%} at most" if "difference" in line else ""
     loss = "selected keys" if line["sparse_loss"] else "all keys"
     document = line.get("document")
     tokens = f"{line['tokens']:,}" + (f" in documents of {document:,}" if document else "")
-    return tokens, gpus(line), loss, cell(theirs) if theirs else "not run", cell(ours), ratio, apart
+    cells = [cell(run) if run else "not run" for run in (theirs, *(line.get(name) for name in fused))]
+    return tokens, gpus(line), loss, *cells, cell(ours), ratio, apart
 
 
 def report(file: Path) -> str:
     """Markdown: for each origin of figures its sentence, then a line per run."""
     markdown: list[str] = []
-    for text, lines in groupby((line for (line,) in read(file)), key=origin_and_versions):
-        markdown += [text, "", *table(COLUMNS, map(row, lines)), ""]
+    for text, group in groupby((line for (line,) in read(file)), key=origin_and_versions):
+        lines = [*group]
+        fused = [name for name in FUSED if any(name in line for line in lines)]
+        markdown += [text, "", *table(columns(fused), [row(line, fused) for line in lines]), ""]
     return "\n".join(markdown)
