@@ -117,11 +117,13 @@ def peers_in_jax(file: Path) -> list[Row]:
     return [
         (what, cell(beside(lines, peer)), "", told, more)
         for what, peer, told in (
-            ("attention of V3.2 in JAX over bf16 rows, 64 and 1024 tokens", "gather",
+            ("attention of V3.2 in JAX over bf16 rows: 64 tokens, with its derivative, 1024 tokens", "gather",
              "gather and softmax in `jax.numpy`"),
             ("attention of V4 in JAX, 1 and 8 decodes", "tokamax sparse_mla", by_xla),
             ("selection in JAX, 1 and 8 decodes", "tokamax lightning_indexer", by_xla),
-            ("selection in JAX, 4096 causal tokens", "jax-linear-attention", "jax-linear-attention"),
+            ("selection in JAX, 4096 causal tokens", "jax-linear-attention index_topk", "jax-linear-attention"),
+            ("the indexer's loss and its derivative in JAX, 4096 causal tokens, 2048 keys",
+             "jax-linear-attention selected_index_scores", "jax-linear-attention, which multiplies all pairs"),
         )
     ]  # fmt: skip
 
