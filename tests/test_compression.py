@@ -130,6 +130,40 @@ def test_entries_are_those_of_the_whole_sequence(geometry: dict[str, Any]) -> No
     assert ((got - want).abs() <= bound).all()
 
 
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_keys_behind_a_hadamard_transform_give_the_scores_of_keys_without(dim: int) -> None:
+    """Against PyTorch's formulas. A query has the same products if it is transformed alike, and others if it is not."""
+    torch.manual_seed(dim)
+    tokens, ratio, page = 4 * 37, 4, 5
+    matrix = torch.ones(1, 1, dtype=torch.float64, device=DEVICE)
+    while len(matrix) < dim:
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], device=DEVICE).double(), matrix) / 2**0.5
+    kv, score = (torch.randn(tokens, 2 * dim, device=DEVICE) for _ in range(2))
+    ape, weight = torch.randn(ratio, 2 * dim, device=DEVICE), torch.rand(dim, device=DEVICE)
+    cos_sin = tensor(angles(tokens, 16))
+    positions, one = torch.arange(tokens, dtype=torch.int32, device=DEVICE), torch.zeros(1, 1, device=DEVICE).int()
+    table = torch.arange(8, dtype=torch.int32, device=DEVICE)[None]
+
+    def keys(hadamard: bool) -> torch.Tensor:
+        state = torch.full((1, tokens, 4 * dim), torch.nan, device=DEVICE)
+        cache = torch.full((8, page, dim + 4), 255, dtype=torch.uint8, device=DEVICE)
+        torch_api.compress_kv(
+            kv, score, ape, weight, cos_sin, positions, state, one, cache, table, cache_format="fp8",
+            hadamard=hadamard,
+        )  # fmt: skip
+        slots = torch.arange(tokens // ratio, dtype=torch.int32, device=DEVICE)
+        values, scales = torch_api.read_indexer_cache(cache, slots, cache_format="fp8")
+        return values.double() * scales.double()[:, None]
+
+    plain = compressed(*(x.double() for x in (kv, score, ape, weight, cos_sin)))
+    got = keys(True)
+    assert ((got - plain @ matrix).abs() <= (plain @ matrix).abs() * 2**-4 + 2e-3).all()
+    query, distance = torch.randn(9, dim, dtype=torch.float64, device=DEVICE), torch.linalg.vector_norm
+    want = query @ keys(False).T
+    assert distance(query @ matrix @ got.T - want) < 0.06 * distance(want)
+    assert distance(query @ got.T - want) > 0.9 * distance(want)
+
+
 def test_entries_on_pages_that_there_are_not_are_left_out() -> None:
     compressor = Compressor(ratio=4, series=2, page=3, state_page=4)
     pages = len(compressor.cache)

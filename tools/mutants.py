@@ -100,6 +100,8 @@ MUTANTS = (
            "../test_ops.py", "compress_kv and angles"),
     Mutant("tl.where(page < num_pages, page, -1)", "page", f"{OPS}/cache/compress_kv/kernels.py",
            "../test_compression.py", "are_left_out"),
+    Mutant("tl.join(even + odd, even - odd)", "tl.join(even + odd, odd - even)", f"{OPS}/cache/compress_kv/kernels.py",
+           "../test_compression.py", "behind_a_hadamard"),
     Mutant("if before % parts == parts - 1:", "if before == 0:", f"{OPS}/cache/compress_kv/kernels.py",
            "../test_compression.py", "however_many"),
     Mutant("tl.store(counts_ptr + token, 0, mask=token < num_rows)", "tl.store(counts_ptr + token, 1)",

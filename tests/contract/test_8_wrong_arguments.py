@@ -286,6 +286,8 @@ MISTAKES = [
             attrs={"cache_format": "v4"}, case=3),
     Mistake("compress_kv", "compress_kv: scale_floor value is '1', expected 'scale' or 'amax'",
             attrs={"scale_floor": "1"}),
+    Mistake("compress_kv", "compress_kv: hadamard value is True, expected False for entries of 512 dims, which no "
+            "indexer has", attrs={"hadamard": True}),
     Mistake("compress_kv", "compress_kv: kv axis T (axis 0) is 9, expected a multiple of B = 2 (or pass request_ids)",
             lambda a: {n: np.repeat(a[n], 2, axis=0) for n in ("state_table", "block_table")}),
     Mistake("resolve_slots", "resolve_slots: held axis PLACES (axis 1) is 16, expected at least 24: T / B · K, all "

@@ -62,6 +62,7 @@ def compress_kv(
     eps: float = 1e-06,
     cache_format: str | None = None,
     scale_floor: str = "amax",
+    hadamard: bool = False,
     out: None = None,
     workspace: None = None,
     implementation: Literal["triton", "reference"] | None = None,
@@ -73,7 +74,9 @@ def compress_kv(
         w[d]      = softmax over rows q of score                            for each dim d separately
         pooled[d] = Σ_q w[q,d] · kv[q,d]          q = (j − o)·r … (j + 1)·r − 1, from series 0 where q < j·r, else o
         normed    = pooled / sqrt(mean(pooled²) + eps) · norm_weight
-        entry j   = normed, the pairs (2i, 2i+1) of its last E dims rotated by cos_sin[j·r], quantised into the cache
+        roped     = normed, the pairs (2i, 2i+1) of its last E dims rotated by cos_sin[j·r]
+        entry j   = roped, or with hadamard Σ_d roped[d] · (−1)^popcount(d & e) / √D for each dim e, quantised into the
+                    cache
 
     C = 1 pools each group of r tokens separately (V4: r = 128). C = 2 pools a group with the one before it (V4: r = 4):
     each token gives one series of D dims to its own group (series 1) and another to the next group (series 0). The
@@ -100,6 +103,8 @@ def compress_kv(
         eps: Added to the mean square.
         cache_format: As in `write_mla_cache`, or for keys of `write_indexer_cache` as there.
         scale_floor: As in `write_mla_cache`. "amax" is the rule of V4's own writers; indexer keys always follow it.
+        hadamard: Transform the indexer's keys, as DeepSeek's reference and SGLang do and vLLM does not. Queries must be
+            transformed likewise. No byte of a cache tells, but `xmla.layouts.digest(…, hadamard=True)` does.
         implementation: As in every op, see `help(xmla.torch_api)`.
 
     Raises:
@@ -107,9 +112,6 @@ def compress_kv(
 
     DeepSeek-V4.1 has r = 1 and 2 with C = 1 and an ape of 0, at r = 1 also a score of 0. It projects the indexer's keys
     from the normed latent, which is an entry of plain rows whose angles are 0 (cosines 1, sines 0).
-
-    The indexer's keys have no Hadamard transform, as in vLLM: queries must have none either. DeepSeek's reference and
-    SGLang transform both, so that their keys are others in rows of the same bytes.
 
     Numerics: float32; the entry is rounded once, to the format's values. Follows DeepSeek-V4's inference code and
     vLLM's compressor (states addressed by position, norm before rounding).
@@ -135,7 +137,7 @@ def compress_kv(
     """
     return _compress_kv(
         [kv, score, ape, norm_weight, cos_sin, positions, state, state_table, cache, block_table, request_ids],
-        (eps, cache_format, scale_floor),
+        (eps, cache_format, scale_floor, hadamard),
         out,
         workspace,
         implementation,
@@ -1511,7 +1513,7 @@ def quantize_indexer_query(
 
     Args:
         q: [T, I, D] bfloat16, float16 or float32, D = 32, 64 or 128, 1 ≤ I ≤ 128. Roped and rotated as the keys are: by
-            a Hadamard transform, as in DeepSeek's reference and SGLang, or by none, as in vLLM and `compress_kv`.
+            a Hadamard transform, as in DeepSeek's reference and SGLang, or by none, as in vLLM.
         weights: [T, I], any of the same dtypes: weights_proj(x), unscaled.
         scale: Further factor of the weights, default D**-0.5 · I**-0.5 as in DeepSeek-V3.2.
         format: "fp8", or "mxfp4" (rounded as in `write_indexer_cache`) for keys in MXFP4. DeepSeek-V4's indexer was

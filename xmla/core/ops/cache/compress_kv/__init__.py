@@ -35,6 +35,7 @@ from xmla.core.values import ENTRIES_E2M1, ENTRIES_E4M3, Tolerance
 def compress_kv(
     kv, score, ape, norm_weight, cos_sin, positions, state, state_table, cache, block_table, request_ids=None, *,
     eps: float = 1e-6, cache_format: str | None = None, scale_floor: str = "amax",
+    hadamard: bool = False,
 ) -> Any:  # fmt: skip
     """DeepSeek-V4's key compressor: store each token's state and write the entries that tokens complete, in place.
 
@@ -43,7 +44,9 @@ def compress_kv(
         w[d]      = softmax over rows q of score                            for each dim d separately
         pooled[d] = Σ_q w[q,d] · kv[q,d]          q = (j − o)·r … (j + 1)·r − 1, from series 0 where q < j·r, else o
         normed    = pooled / sqrt(mean(pooled²) + eps) · norm_weight
-        entry j   = normed, the pairs (2i, 2i+1) of its last E dims rotated by cos_sin[j·r], quantised into the cache
+        roped     = normed, the pairs (2i, 2i+1) of its last E dims rotated by cos_sin[j·r]
+        entry j   = roped, or with hadamard Σ_d roped[d] · (−1)^popcount(d & e) / √D for each dim e, quantised into the
+                    cache
 
     C = 1 pools each group of r tokens separately (V4: r = 128). C = 2 pools a group with the one before it (V4: r = 4):
     each token gives one series of D dims to its own group (series 1) and another to the next group (series 0). The
@@ -70,15 +73,14 @@ def compress_kv(
         eps: Added to the mean square.
         cache_format: As in `write_mla_cache`, or for keys of `write_indexer_cache` as there.
         scale_floor: As in `write_mla_cache`. "amax" is the rule of V4's own writers; indexer keys always follow it.
+        hadamard: Transform the indexer's keys, as DeepSeek's reference and SGLang do and vLLM does not. Queries must be
+            transformed likewise. No byte of a cache tells, but `xmla.layouts.digest(…, hadamard=True)` does.
 
     Raises:
         ArgumentError: A dtype, rank, axis, stride or attribute is wrong; T is not a multiple of B.
 
     DeepSeek-V4.1 has r = 1 and 2 with C = 1 and an ape of 0, at r = 1 also a score of 0. It projects the indexer's keys
     from the normed latent, which is an entry of plain rows whose angles are 0 (cosines 1, sines 0).
-
-    The indexer's keys have no Hadamard transform, as in vLLM: queries must have none either. DeepSeek's reference and
-    SGLang transform both, so that their keys are others in rows of the same bytes.
 
     Numerics: float32; the entry is rounded once, to the format's values. Follows DeepSeek-V4's inference code and
     vLLM's compressor (states addressed by position, norm before rounding).
@@ -124,6 +126,8 @@ def check(problem: Problem) -> None:
         problem.refuse("cos_sin", "axis E (axis 1)", rope, "64" if dim == 512 else f"even and at most {dim}")
     if not problem["r"]:
         problem.refuse("ape", "axis r (axis 0)", 0, "at least 1")
+    if dim == 512 and problem.attrs.hadamard:
+        problem.refuse("hadamard", "value", True, "False for entries of 512 dims, which no indexer has")
     check_scale_floor(problem)
     problem.require_dense_entries("state")
 

@@ -88,4 +88,8 @@ CASES = (
     make_case((1,), 7, 4, V4, 3, 4, known=4),
     make_case((3, 17), 7, 4, IndexerLayout(64), 5, 4, rope=32, known=20),
     make_case((5, 2), 7, 4, IndexerLayout(128, "fp8_ue8m0"), 3, 4),
+    make_case((11, 6), 6, 4, IndexerLayout(128), 64, 4, padding=4, hadamard=True),
+    make_case((7,), 9, 3, IndexerLayout(64), 5, 4, rope=32, with_ids=True, hadamard=True),
+    make_case((3, 4), 5, 2, IndexerLayout(32, "mxfp4"), 3, 4, dtype=F16, rope=16, hadamard=True),
+    make_case((0,), 257, 128, IndexerLayout(128, "mxfp4"), 1, 4, hadamard=True),
 )

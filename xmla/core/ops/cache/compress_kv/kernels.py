@@ -1,7 +1,7 @@
 """A compressor in two launches, the second of which begins early and waits (core/lang/launches.py).
 
     keep_states_kernel       a program a token: its state
-    compress_entries_kernel  a program a token: the entry that it completes → pooled → normed, rotated, quantised
+    compress_entries_kernel  a program a token: the entry it completes → pooled, normed, roped, transformed, quantised
 
 Of a long window (V4's 128 rows of 512 dims are half a megabyte) several programs pool an entry's dims, some each:
 
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from xmla.core.lang.entries import LANES, TAIL_LANES, store_entries
-from xmla.core.lang.indexer import store_keys
+from xmla.core.lang.indexer import log2_of, store_keys
 from xmla.core.lang.launches import let_next_start, wait_for_earlier
 from xmla.core.lang.numbers import LOG2E
 from xmla.core.lang.offsets import offset_of
@@ -168,6 +168,15 @@ def rotate(x, row, D: tl.constexpr, E: tl.constexpr, BACK: tl.constexpr):
 
 
 @triton.jit
+def transform(x, D: tl.constexpr):
+    """x · H / √D of x [D], with the Hadamard matrix H of Sylvester's construction: H[i, j] = (−1)^popcount(i & j)."""
+    for _ in tl.static_range(log2_of(D)):  # each step takes the lowest bit of a dim's number, and makes it the highest
+        even, odd = tl.split(tl.reshape(x, (D // 2, 2)))
+        x = tl.reshape(tl.trans(tl.join(even + odd, even - odd)), (D,))
+    return x * D**-0.5
+
+
+@triton.jit
 def finish_entry(x, number, entry, page, norm_weight_ptr, cos_sin_ptr, cache_ptr, C: tl.constexpr):
     """Store an entry of pooled dims x [D], if its window has any position."""
     D: tl.constexpr = C.D
@@ -176,6 +185,8 @@ def finish_entry(x, number, entry, page, norm_weight_ptr, cos_sin_ptr, cache_ptr
         x = x * tl.rsqrt(tl.sum(x * x, 0) / D + C.EPS) * weight
     if C.E:
         x = rotate(x, cos_sin_ptr + offset_of(entry * C.RATIO, C.ANGLE_STRIDE), D, C.E, False)
+    if C.HADAMARD:
+        x = transform(x, D)
     slot = tl.where(number > 0, offset_of(page, C.PAGE_SIZE) + entry % C.PAGE_SIZE, -1)
     slot = slot + tl.zeros([1], tl.int64)
     ok = slot >= 0

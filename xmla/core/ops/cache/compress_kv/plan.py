@@ -46,6 +46,7 @@ class Entries(Constants):
     SERIES: int  # C
     D: int
     E: int
+    HADAMARD: bool
     HAS_NORM: bool
     EPS: float
     LAYOUT: MlaLayout | IndexerLayout
@@ -58,7 +59,7 @@ class Entries(Constants):
 
 def plan(problem: Problem, device: Device) -> Plan:
     sizes = {"num_angles": problem["S"]}
-    constants: dict[str, Any] = {"E": problem["E"], "EPS": float(problem.attrs.eps)}
+    constants: dict[str, Any] = {"E": problem["E"], "EPS": float(problem.attrs.eps), "HADAMARD": problem.attrs.hadamard}
     layout = problem.formats["cache"]
     if isinstance(layout, IndexerLayout):
         return compress(problem, device, {}, layout.min_exponent, 4, sizes, constants)

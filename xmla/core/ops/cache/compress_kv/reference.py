@@ -21,6 +21,7 @@ def reference(
     eps: float = 1e-6,
     cache_format: str | None = None,
     scale_floor: str = "amax",
+    hadamard: bool = False,
 ) -> tuple[()]:
     """Reference of `compress_kv`: one token at a time, pooled in float64; updates `state` and `cache` in place."""
     ratio, dim = len(ape), len(norm_weight)
@@ -33,7 +34,8 @@ def reference(
             entries.append(_entry(pool(rows), norm_weight.astype(np.float64), cos_sin[entry * ratio], eps))
     if not entries:
         return ()
-    values = np.stack(entries).astype(np.float32)
+    values = np.stack(entries)
+    values = (values @ sylvester(dim) / np.sqrt(dim) if hadamard else values).astype(np.float32)
     if dim != 512:
         (keys,) = indexer_layouts(cache.shape[2], dim, cache_format)
         keys.scatter(cache, np.array(slots), *keys.quantize(values))
@@ -90,6 +92,14 @@ def pool(rows: np.ndarray) -> np.ndarray:
     kv, score = rows[:, 0], rows[:, 1]
     weights = np.exp(score - score.max(axis=0))
     return (weights * kv).sum(axis=0) / weights.sum(axis=0)
+
+
+def sylvester(dim: int) -> np.ndarray:
+    """The Hadamard matrix [dim, dim] of Sylvester's construction."""
+    matrix = np.ones((1, 1))
+    while len(matrix) < dim:
+        matrix = np.kron([[1, 1], [1, -1]], matrix)
+    return matrix
 
 
 def _entry(pooled: np.ndarray, norm_weight: np.ndarray, cos_sin: np.ndarray, eps: float) -> np.ndarray:

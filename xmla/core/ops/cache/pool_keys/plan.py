@@ -9,4 +9,5 @@ ARRAYS = {"kv": "keys", "score": "gates", "norm_weight": "ape", "cos_sin": "ape"
 
 def plan(problem: Problem, device: Device) -> Plan:
     min_exponent = problem.formats["cache"].min_exponent
-    return compress(problem, device, ARRAYS, min_exponent, 4, {"num_angles": LARGEST_SIZE}, {"E": 0, "EPS": 0.0})
+    constants = {"E": 0, "EPS": 0.0, "HADAMARD": False}
+    return compress(problem, device, ARRAYS, min_exponent, 4, {"num_angles": LARGEST_SIZE}, constants)

@@ -24,7 +24,7 @@ def quantize_indexer_query(q, weights, *, scale: float | None = None, format: st
 
     Args:
         q: [T, I, D] bfloat16, float16 or float32, D = 32, 64 or 128, 1 ≤ I ≤ 128. Roped and rotated as the keys are: by
-            a Hadamard transform, as in DeepSeek's reference and SGLang, or by none, as in vLLM and `compress_kv`.
+            a Hadamard transform, as in DeepSeek's reference and SGLang, or by none, as in vLLM.
         weights: [T, I], any of the same dtypes: weights_proj(x), unscaled.
         scale: Further factor of the weights, default D**-0.5 · I**-0.5 as in DeepSeek-V3.2.
         format: "fp8", or "mxfp4" (rounded as in `write_indexer_cache`) for keys in MXFP4. DeepSeek-V4's indexer was
