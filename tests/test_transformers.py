@@ -1,6 +1,7 @@
 """`attn_implementation="xmla"` of transformers: each served model beside its own eager attention, caches, refusals."""
 
 import copy
+import weakref
 from dataclasses import fields
 from typing import Any
 
@@ -11,13 +12,13 @@ from conftest import require_transformers
 
 require_transformers()
 
-from small_transformers import KEYED, attending, build, distance, first_layer, padded, text
+from small_transformers import KEYED, LAYERS, attending, build, distance, first_layer, padded, text
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, MiniMaxM3VLTextConfig
 
 from xmla.core.errors import ArgumentError, UnsupportedError
-from xmla.transformers import SERVED, LatentCache, Selections, models
+from xmla.transformers import SERVED, LatentCache, Selections, attention, models, passes
 from xmla.transformers.selection import quantized
 
 # transformers warns of its own deprecations.
@@ -178,18 +179,59 @@ def test_a_cache_that_changes_rows(device: str) -> None:
         assert caches[0].get_seq_length() == caches[1].get_seq_length()
 
 
-@pytest.mark.parametrize("cache", [True, False])
-@pytest.mark.parametrize("how", ["none", "left", "right"])
+@pytest.mark.parametrize(
+    ("of", "how", "cache"),
+    [("model", "none", False), ("model", "left", True), ("model", "right", False), ("layers", "none", True),
+     ("layers", "left", False), ("model", "packed", False)],
+)  # fmt: skip
 @pytest.mark.parametrize("kind", SERVED)
-def test_a_prefill_in_parts(kind: str, how: str, cache: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The logits are those of all queries at once, but for rounding in products of other sizes."""
+def test_a_prefill_in_parts(
+    kind: str, of: str, how: str, cache: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The logits are those of all queries at once, but for rounding in products of other sizes.
+
+    A hook sees its layer's whole pass, of which attention has parts then; so it is where positions begin again.
+    """
     model, tokens = build(kind, device, index_topk=64), text(device)
     given = padded(tokens, how)
     real = given.get("attention_mask", torch.ones_like(tokens)).bool()
     at_once = logits(model, "xmla", tokens, **given)
-    monkeypatch.setattr(models, "AT_ONCE", 7)
-    in_parts = logits(model, "xmla", tokens, use_cache=cache, **given)
+    seen: list[int] = []
+    layer = next(module for module in model.modules() if getattr(module, "self_attn", None) is first_layer(model))
+    if of == "layers":
+        layer.register_forward_hook(lambda module, args, result: seen.append(args[0].shape[1]))
+    else:
+        norm = type(layer.input_layernorm)
+        own = norm.forward
+        monkeypatch.setattr(norm, "forward", lambda self, x: (seen.append(x.shape[1]), own(self, x))[1])
+    monkeypatch.setattr(passes, "AT_ONCE", 7)
+    monkeypatch.setattr(attention, "ABSORBED", 6)
+    in_parts = logits(model, "xmla", tokens, **{"use_cache": cache} | given)
     assert distance(in_parts, at_once, real) < 0.01
+    assert max(seen) == (TOKENS if of == "layers" or how == "packed" else 7)
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_parts_of_a_pass_go_on_behind_a_cache(kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With positions, embedded tokens, a tuple asked for; what is recorded is of the whole pass."""
+    model, tokens = build(kind, device, index_topk=64), text(device)
+    mask = padded(tokens, "left")["attention_mask"]
+    want = logits(model, "xmla", tokens, attention_mask=mask)
+    monkeypatch.setattr(passes, "AT_ONCE", 7)
+    with torch.no_grad():
+        cache = model(tokens[:, :12], attention_mask=mask[:, :12]).cache
+        places = torch.arange(12, TOKENS, device=device)[None].expand(2, -1)
+        given: dict[str, Any] = {"input_ids": tokens[:, 12:]}
+        if kind != "deepseek_v4":  # whose experts are chosen by tokens
+            given = {"inputs_embeds": model.get_input_embeddings()(tokens[:, 12:])}
+        result = model(**given, attention_mask=mask, position_ids=places, cache=cache, return_dict=False)
+        recorded = model(tokens, attention_mask=mask, output_hidden_states=True)
+        again = logits(model, "xmla", tokens, attention_mask=mask)
+    assert isinstance(result, tuple) and result[1] is cache and cache.get_seq_length() == TOKENS
+    assert distance(result[0].float(), want[:, 12:], mask[:, 12:].bool()) < 0.01
+    assert {each.shape[1] for each in recorded.hidden_states} == {TOKENS}
+    assert distance(again, want, mask.bool()) < 0.01
+    assert model(tokens, use_cache=False).cache is None
 
 
 class Largest(TorchDispatchMode):
@@ -203,6 +245,42 @@ class Largest(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor):
                 self.most = max(self.most, leaf.untyped_storage().nbytes() // leaf.element_size())
         return results
+
+
+class Live(TorchDispatchMode):
+    """The most bytes at once of what a pass makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(results):
+            if isinstance(leaf, torch.Tensor) and (storage := leaf.untyped_storage()) not in self.known:
+                self.known.add(storage)
+                size = storage.nbytes()
+                self.now += size
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self.free, size)
+        return results
+
+    def free(self, size: int) -> None:
+        self.now -= size
+
+
+def test_a_long_pass_holds_its_result_and_its_cache(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice as many tokens take twice their results and rows more, of which growing takes another half."""
+    model, most = build("deepseek_v32", device), []
+    monkeypatch.setattr(passes, "AT_ONCE", 64)
+    for count in (512, 1024):
+        tokens, cache = text(device, 1, count), LatentCache(model.config)
+        with torch.no_grad(), Live() as live:
+            model(tokens, cache=cache, logits_to_keep=1)
+        most.append(live.most)
+    rows = LAYERS * (576 + 128) * 2
+    assert most[1] - most[0] < 512 * (64 * 2 + 3 * rows)
 
 
 def test_nothing_of_all_heads_by_keys_is_made(device: str) -> None:

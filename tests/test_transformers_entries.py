@@ -13,7 +13,7 @@ from small_transformers import assert_as_near, attending, build, distance, first
 from transformers import DynamicCache
 
 from xmla.core.errors import UnsupportedError
-from xmla.transformers import IndexerLoss, LatentCache, models
+from xmla.transformers import IndexerLoss, LatentCache, passes
 
 # transformers warns of its own deprecations.
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.slow]
@@ -87,7 +87,7 @@ def test_no_part_of_a_prefill_has_one_token(device: str, monkeypatch: pytest.Mon
     mask = padded(tokens, "left")["attention_mask"]
     given = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
     at_once = logits(model, tokens, **given)
-    monkeypatch.setattr(models, "AT_ONCE", 8)
+    monkeypatch.setattr(passes, "AT_ONCE", 8)
     assert TOKENS % 8 == 1
     in_parts = logits(model, tokens, **given)
     assert distance(in_parts[:, -1:], at_once[:, -1:], mask[:, -1:].bool()) < 0.02

@@ -13,7 +13,7 @@ from small_transformers import KEYED, attending, build, distance, padded, text
 
 from xmla import torch_api as xt
 from xmla.core.errors import ArgumentError, UnsupportedError
-from xmla.transformers import IndexerLoss, LatentCache, Selections, attention, models
+from xmla.transformers import IndexerLoss, LatentCache, Selections, attention, passes
 
 # transformers warns of its own deprecations.
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.slow]
@@ -106,7 +106,7 @@ def test_a_pass_in_parts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         model(tokens, use_cache=False, **mask)
         layers = counted(noted.taken(), first_keys(tokens, "left"))
         selections = Selections(model.config, layers)
-        monkeypatch.setattr(models, "AT_ONCE", 7)
+        monkeypatch.setattr(passes, "AT_ONCE", 7)
         model(tokens, use_cache=False, selections=selections, **mask)
     parts = counted(noted.taken(), first_keys(tokens, "left"))
     assert all(torch.equal(parts[layer], layers[layer]) for layer in layers)
@@ -157,7 +157,7 @@ def test_a_pass_with_its_own_groups_has_its_bits(
         selections = Selections(model.config, layers)
         assert torch.equal(model(tokens, selections=selections, **given).logits[real], own[real])
         noted.taken()
-        monkeypatch.setattr(models, "AT_ONCE", 12)
+        monkeypatch.setattr(passes, "AT_ONCE", 12)
         parts = model(tokens, selections=selections, **given).logits
     assert all(torch.equal(rows[real], layers[layer][real]) for layer, rows in noted.taken().items())
     assert distance(parts.float(), own.float(), real) < 0.02

@@ -15,8 +15,7 @@ from transformers import DynamicCache
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.formats.indexer import INDEXER_DIMS
 from xmla.core.formats.mla import VALUE_DIMS
-from xmla.core.values import cdiv
-from xmla.transformers import attention, entries, pools
+from xmla.transformers import attention, entries, passes, pools
 from xmla.transformers.asked import Asked, asked, asking
 from xmla.transformers.attention import autocast, latents, of_16_bits
 from xmla.transformers.cache import LatentCache
@@ -26,7 +25,6 @@ from xmla.transformers.replay import Selections
 from xmla.transformers.selection import Keys, Projected, head_weights, select
 
 NAME = "xmla"
-AT_ONCE = 8192  # queries that attention projects: those of all heads are 150 KB a token and more
 A_TOKEN = ("hidden_states", "position_embeddings", "position_ids", "prev_topk_indices")  # of which a part has its own
 
 
@@ -146,17 +144,21 @@ def serve() -> None:
         layer.forward = _attention(layer.forward, _Layer(_part, LatentCache, seen))
         layer.expand_kv = _expand_kv(layer.expand_kv)
         indexer.forward = _indexer(indexer.forward, project)
+        model = getattr(module, f"{prefix}Model")
+        model.forward = passes.divided(model.forward, NAME, LatentCache)
     v4, glm = _module("deepseek_v4"), _module("glm5_next")
     layer = v4.DeepseekV4Attention
     layer.forward = _attention(layer.forward, _Layer(entries.part, DynamicCache, entries.seen))
     _instead(v4.DeepseekV4HCACompressor, "forward", entries.heavily)
     _instead(v4.DeepseekV4CSACompressor, "forward", entries.sparsely)
     _instead(v4.DeepseekV4Indexer, "forward", entries.index)
+    v4.DeepseekV4Model.forward = passes.divided(v4.DeepseekV4Model.forward, NAME, DynamicCache)
     layer = glm.Glm5NextTextAttention
     layer.forward = _attention(layer.forward, _Layer(pools.part, LatentCache, pools.seen))
     layer.expand_kv = _expand_kv(layer.expand_kv)
     _instead(layer, "build_attention_mask_from_topk", pools.chosen)
     _instead(glm.Glm5NextTextIndexer, "forward", pools.index)
+    glm.Glm5NextTextModel.forward = passes.divided(glm.Glm5NextTextModel.forward, NAME, LatentCache)
 
 
 def _module(file: str) -> Any:
@@ -207,7 +209,7 @@ def _attention(own: Callable[..., Any], layer: _Layer) -> Callable[..., Any]:
             with asking(Asked(losses, chosen)):
                 return own(self, **arguments)
 
-        if losses is not None or torch.is_grad_enabled() or queries <= AT_ONCE:
+        if losses is not None or torch.is_grad_enabled() or queries <= passes.AT_ONCE:
             return run(whole, 0, queries)
         return _in_parts(self, layer, whole, run)
 
@@ -249,17 +251,14 @@ def _options(module: Any, layer: _Layer, whole: dict[str, Any]) -> tuple[Indexer
 def _in_parts(module: Any, layer: _Layer, whole: dict[str, Any], run: Callable[..., Any]) -> tuple[Any, ...]:
     """What attention gives of a pass, by `run` of some of its queries at a time."""
     x = whole["hidden_states"]
-    queries = x.shape[1]
     if whole.get("cache") is None:
         whole["cache"] = layer.cache(config=module.config)
     out, handed_on = torch.empty_like(x), []
-    size = cdiv(queries, cdiv(queries, AT_ONCE))  # none has one token, which DeepSeek-V4 gives other entries
-    for first in range(0, queries, size):
-        last = min(first + size, queries)
+    for each in passes.parts(x.shape[1]):
         a_token = {name: whole[name] for name in A_TOKEN if name in whole}
-        some = whole | tree_map_only(torch.Tensor, lambda x, part=slice(first, last): x[:, part], a_token)
-        some["attention_mask"] = layer.part(module, whole, first, last)
-        out[:, first:last], _, *selection = run(some, first, last)
+        some = whole | tree_map_only(torch.Tensor, lambda x, each=each: x[:, each], a_token)
+        some["attention_mask"] = layer.part(module, whole, each.start, each.stop)
+        out[:, each], _, *selection = run(some, each.start, each.stop)
         handed_on.append(selection)
     return out, None, *map(_joined, zip(*handed_on, strict=True))
 

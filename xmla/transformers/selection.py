@@ -8,7 +8,7 @@ import torch
 from xmla import torch_api as xt
 from xmla.transformers.masks import Visible
 
-MOST_SCORES = 1 << 28  # of a call, of 4 bytes each
+MOST_SCORES = 1 << 27  # of a call, of 4 bytes each
 
 
 class Projected(NamedTuple):
