@@ -174,6 +174,25 @@ def test_the_softmax_scale_has_yarns_factor() -> None:
         assert model_config(V32 | change).softmax_scale == scale, change
 
 
+def test_rope_is_that_of_the_layers_that_select_and_of_the_field_that_transformers_takes() -> None:
+    """Of both fields transformers takes `rope_scaling`; per kind of layer there is one of those with an indexer."""
+    yarn, own = {**V32["rope_scaling"], "rope_type": "yarn"}, {"rope_type": "default", "rope_theta": 10000}
+    scale = model_config(V32).softmax_scale
+    for change, want in (
+        ({"rope_parameters": own}, scale),
+        ({"rope_scaling": own, "rope_parameters": yarn}, 192**-0.5),
+        ({"rope_scaling": {}, "rope_parameters": yarn}, scale),
+        ({"rope_scaling": None, "rope_parameters": {"indexed_attention": yarn, "sliding_attention": own}}, scale),
+        ({"rope_scaling": None, "rope_parameters": {"indexed_attention": own, "sliding_attention": yarn}}, 192**-0.5),
+    ):
+        assert model_config(V32 | change).softmax_scale == want, change
+
+
+def test_the_text_of_a_model_of_several_parts() -> None:
+    """Its own type counts where that of the whole is no known one."""
+    assert model_config({"model_type": "seeing_v9", "text_config": V32}) == model_config(V32)
+
+
 def test_a_rank_has_its_share_of_the_heads_and_all_of_the_indexers() -> None:
     mine = model_config(V4_PRO, tensor_parallel=8, next_n=(1, 4), batches=[64], cache_format="plain_v4")
     assert mine == ModelConfigV4(heads=16, next_n=(1, 4), batches=(64,), cache_format="plain_v4", max_lens=MILLION)
@@ -226,8 +245,15 @@ REFUSALS: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
     (V4_PRO, {"compress_ratios": [[4]]}, UnsupportedError,
      "compress_ratios of deepseek_v4 is [[4]], expected 0, 4 or 128 tokens an entry in each layer"),
     (V32, {"rope_scaling": "yarn"}, UnsupportedError, "rope_scaling of deepseek_v32 is 'yarn', expected an object"),
-    (V32, {"rope_parameters": {"rope_type": "yarn", "mscale_all_dim": 1.0}}, UnsupportedError,
+    (V32, {"rope_scaling": None, "rope_parameters": {"rope_type": "yarn", "mscale_all_dim": 1.0}}, UnsupportedError,
      "rope_parameters of deepseek_v32 is {'rope_type': 'yarn', 'mscale_all_dim': 1.0}, expected numbers as factor "),
+    (V32, {"rope_scaling": {"full_attention": {"rope_type": "yarn"}}}, UnsupportedError,
+     "rope_scaling of deepseek_v32 is {'full_attention': {'rope_type': 'yarn'}}, expected one rope, or that of "
+     "indexed_attention"),
+    (GLM5, {"index_topk_pattern": 4}, UnsupportedError,
+     "index_topk_pattern of glm_moe_dsa is 4, expected the kind of each layer"),
+    (GLM5, {"indexer_types": {"0": "full"}}, UnsupportedError,
+     "indexer_types of glm_moe_dsa is {'0': 'full'}, expected the kind of each layer"),
     (GLM5, {"index_topk_freq": "4"}, UnsupportedError,
      "index_topk_freq of glm_moe_dsa is '4', expected a number from 0"),
     (V41["text_config"], {"candidate_block_size": None}, UnsupportedError,

@@ -63,10 +63,13 @@ class Checkpoint:
     def softmax_scale(self) -> float:
         """The scale of queries with roped dims and others, times the square of YaRN's factor where rope has one."""
         scale = (self.count("qk_nope_head_dim") + self.count("qk_rope_head_dim", 0)) ** -0.5
-        name = "rope_parameters" if self.fields.get("rope_parameters") else "rope_scaling"
+        name = "rope_scaling" if self.fields.get("rope_scaling") else "rope_parameters"  # as transformers takes them
         rope = self.fields.get(name) or {}
         if not isinstance(rope, Mapping):
             self.refuse(name, "an object")
+        rope = rope.get("indexed_attention", rope)
+        if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
+            self.refuse(name, "one rope, or that of indexed_attention")
         kind, all_dims = rope.get("rope_type") or rope.get("type") or "default", rope.get("mscale_all_dim")
         if kind == "default" or not all_dims:
             return scale
@@ -86,10 +89,11 @@ class Checkpoint:
 
     def shares_selections(self) -> bool:
         """Whether a layer attends to the selection of an earlier one."""
-        if types := self.fields.get("indexer_types"):
-            return "shared" in types
-        if pattern := self.fields.get("index_topk_pattern"):
-            return "S" in pattern or "shared" in pattern
+        for name in ("indexer_types", "index_topk_pattern"):
+            if kinds := self.fields.get(name):
+                if not isinstance(kinds, str | list | tuple):
+                    self.refuse(name, "the kind of each layer")
+                return "S" in kinds or "shared" in kinds
         return self.fields.get("index_topk_freq") is not None and self.count("index_topk_freq", 0) > 1
 
 
@@ -215,7 +219,9 @@ def read(config: Any) -> Checkpoint:
     values = contents(config)
     text = values.get("text_config") or {}
     text = text if isinstance(text, Mapping) else contents(text)
-    model_type = values.get("model_type") or text.get("model_type")
+    types = [each for each in (values.get("model_type"), text.get("model_type")) if each]
+    known = (each for each in types if isinstance(each, str) and each.removesuffix("_text") in FAMILIES)
+    model_type = next(known, types[0] if types else None)
     if not isinstance(model_type, str):
         raise ArgumentError("model_config: config has no model_type, expected what a checkpoint's config.json holds")
     return Checkpoint(model_type, text or values)
@@ -236,7 +242,7 @@ def contents(config: Any) -> Mapping[str, Any]:
     if file.is_dir():
         file /= "config.json"
     try:
-        values = json.loads(file.read_text())
+        values = json.loads(file.read_text(encoding="utf-8"))
     except OSError:
         expected = f"a config.json, the folder that has one, or one of {', '.join(PUBLISHED)}"
         message = f"model_config: config is {os.fspath(config)!r}, expected {expected}"
