@@ -2,16 +2,14 @@
 
 python examples/finetune_trainer.py [FOLDER]
 
-FOLDER is that of a checkpoint; without it a small model with random weights is made. Trainer needs accelerate.
+FOLDER is that of a checkpoint; without it a small model has random weights. Trainer needs accelerate.
 """
 
 import os
 import sys
 import tempfile
-from pathlib import Path
-from typing import Any
 
-if not Path("/dev/nvidiactl").exists():
+if not os.path.exists("/dev/nvidiactl"):
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: the same kernels, interpreted
 
 import torch
@@ -24,9 +22,7 @@ from xmla.transformers import IndexerLoss
 class TrainerOfIndexers(Trainer):
     """The model's loss plus that of its indexers, which the model's own does not reach."""
 
-    def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         losses = IndexerLoss()
         inputs = inputs | {"use_cache": False, "indexer_loss": losses}
         loss, out = super().compute_loss(model, inputs, True, num_items_in_batch)
@@ -37,19 +33,15 @@ class TrainerOfIndexers(Trainer):
 
 with tempfile.TemporaryDirectory() as scratch:
     small = len(sys.argv) == 1
+    folder, tokens = (scratch, 16) if small else (sys.argv[1], 4096)
     if small:
-        build("cpu", index_topk=8).save_pretrained(scratch)
-    model = AutoModelForCausalLM.from_pretrained(scratch if small else sys.argv[1], dtype="float32")
-    model.set_attn_implementation("xmla")
-    before = {name: parameter.clone() for name, parameter in model.named_parameters() if ".indexer." in name}
-    texts = torch.randint(model.config.vocab_size, (4, 16 if small else 4096))
+        build("cpu", index_topk=8).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32", attn_implementation="xmla")
+    texts = torch.randint(model.config.vocab_size, (4, tokens))
     arguments = TrainingArguments(
-        scratch, max_steps=2, per_device_train_batch_size=1, gradient_accumulation_steps=2, learning_rate=1e-4,
-        bf16=True, activation_checkpointing=True, logging_steps=1, save_strategy="no", report_to=[],
-        use_cpu=not torch.cuda.is_available(),
+        scratch, max_steps=2, per_device_train_batch_size=1, gradient_accumulation_steps=2, bf16=True,
+        activation_checkpointing=True, report_to=[], save_strategy="no", use_cpu=not torch.cuda.is_available(),
     )  # fmt: skip
     trainer = TrainerOfIndexers(model, arguments, train_dataset=[{"input_ids": text, "labels": text} for text in texts])
     result = trainer.train()
-    learned = sum(not torch.equal(model.get_parameter(name).cpu(), old) for name, old in before.items())
-    print(f"loss {result.training_loss:.3f}, {learned} of {len(before)} parameters of indexers changed")
-    print(f"{texts.numel() / result.metrics['train_runtime']:.1f} tokens/s, compilation included")
+    print(f"loss {result.training_loss:.3f}, {texts.numel() / result.metrics['train_runtime']:.1f} tokens/s")
