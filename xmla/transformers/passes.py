@@ -82,7 +82,7 @@ def _divisible(model: Any, whole: dict[str, Any]) -> bool:
         return False
     if any(whole.get(option) is not None for option in ("indexer_loss", "selections", "past_key_values")):
         return False
-    recorded = (f"output_{kind}" for kind in output_capturing._CAN_RECORD_REGISTRY.get(model))
+    recorded = (f"output_{kind}" for kind in model._can_record_outputs)
     if any(whole.get(flag, getattr(model.config, flag, False)) for flag in recorded):
         return False
     mask = whole.get("attention_mask")
@@ -94,10 +94,12 @@ def _divisible(model: Any, whole: dict[str, Any]) -> bool:
 
 def _watched(model: nn.Module) -> bool:
     """Whether hooks see the passes of a model's modules, or bring their weights, or other ranks wait for them."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size() > 1
+    ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if ranks and torch.distributed.get_world_size() > 1:
+        return True
     for module in model.modules():
         hooks = *module._forward_hooks.values(), *module._forward_pre_hooks.values()
-        if "forward" in vars(module) or any(each.__module__ != output_capturing.__name__ for each in hooks):
+        others = [each for each in hooks if getattr(each, "__module__", "") != output_capturing.__name__]
+        if others or "forward" in vars(module):
             return True
     return False
