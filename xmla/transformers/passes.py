@@ -67,8 +67,8 @@ def divided(own: Callable[..., Any], name: str, cache_of: Callable[..., Any]) ->
 
 def _tokens(whole: dict[str, Any]) -> int:
     """How many tokens of each sequence a pass has; 0 if none are given."""
-    given = [whole[name] for name in A_TOKEN[:2] if whole.get(name) is not None]
-    return given[0].shape[1] if given else 0
+    inputs = [whole[name] for name in A_TOKEN[:2] if whole.get(name) is not None]
+    return inputs[0].shape[1] if inputs else 0
 
 
 def _caches(model: Any, whole: dict[str, Any]) -> bool:
