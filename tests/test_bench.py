@@ -31,7 +31,7 @@ from xmla.bench import (
     timing_jax,
 )
 from xmla.bench.benchmark import Benchmark, with_implementation
-from xmla.bench.cases import blocks, movement, training
+from xmla.bench.cases import attention, blocks, movement, training
 from xmla.bench.errors import attention_error, gradient_error, indexer_loss_error, sampled, step_error
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import PLAIN, V4, V32, MlaLayout
@@ -83,6 +83,20 @@ def test_what_moves_bytes_is_compared_with_torch(name: str, device: str, monkeyp
     monkeypatch.setattr(torch_api, benchmark.op, wrong)
     assert not benchmark.check() <= benchmark.tolerance
     assert 0 < benchmark.bytes <= op.work(bound[0], None).bytes
+
+
+def test_layers_of_one_selection_are_compared(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At sizes of the interpreter, beside the formula; slots that each layer finds give the same."""
+    monkeypatch.setattr(problems, "DEVICE", device)
+    for name, size in (("KEYS", 128), ("K", 24), ("SHARED", 2), ("SHARED_HEADS", 3)):
+        monkeypatch.setattr(attention, name, size)
+    torch.manual_seed(0)
+    pools = [problems.latent_pool(2 * 128) for _ in range(2)]
+    benchmark = attention.shared_case(pools, problems.block_table(2, 128), 2)
+    assert benchmark.check() <= benchmark.tolerance
+    (in_each,) = benchmark.peers.values()
+    for one, (other,) in zip(benchmark.ours(1), in_each(1), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_every_case_is_compared() -> None:

@@ -12,7 +12,13 @@ if TYPE_CHECKING:
 
 # Of each op the functions that yield cases, by the names of their modules: what there is, is told without PyTorch.
 CASES: Mapping[str, tuple[str, ...]] = {
-    "sparse_mla": ("attention.decode", "attention.decode_v4", "attention.prefill", "attention.fp4"),
+    "sparse_mla": (
+        "attention.decode",
+        "attention.decode_v4",
+        "attention.prefill",
+        "attention.fp4",
+        "attention.shared",
+    ),
     "sparse_mla_backward": ("training.attention_backward",),
     "indexer_scores": ("training.selections",),
     "indexer_loss": ("training.indexer_losses",),

@@ -16,6 +16,7 @@ SCALE = 0.1352  # softmax scale of DeepSeek-V3.2
 KEYS = 32768  # of a request, from which its tokens' keys are drawn
 MOST = 128  # requests
 K = 2048
+PAGE = 64
 DECODE = (
     *((requests, 128, s_q) for requests in (1, 2, 4, 8, 16, 64, MOST) for s_q in (1, 2)),
     *((requests, heads, 1) for requests in (1, 64, MOST) for heads in (16, 32, 64)),
@@ -238,3 +239,50 @@ def fp4() -> Iterator[Benchmark]:
         pools = tuple(problems.latent_pool(keys, layout=layout) for layout in layouts)
         slots = problems.chosen_keys(PREFILL_TOKENS, keys, K)[None]
         yield fp4_case("prefill", pools, fp4_queries(1, PREFILL_TOKENS, heads), slots)
+
+
+SHARED = 4  # layers of one selection, as in GLM-5.2
+SHARED_HEADS = 64
+
+
+def shared_case(pools: list[torch.Tensor], table: torch.Tensor, requests: int) -> Benchmark:
+    """Layers that attend to the same keys, whose slots the first finds for all, beside each finding its own."""
+    sets = rotation(SHARED * requests * K * V32.row)
+    q = torch.randn(sets, requests, SHARED_HEADS, 576, device=problems.DEVICE, dtype=torch.bfloat16) * 0.3
+    chosen = [problems.chosen_keys(requests, KEYS, K) for _ in range(sets)]
+    own = table[:requests].contiguous()
+
+    def attend(ops: Any, q: Any, pool: Any, slots: Any) -> Any:
+        return ops.sparse_mla(q, pool, slots, softmax_scale=SCALE)[0]
+
+    def call(ops: Any, q: Any, chosen: Any, table: Any, *pools: Any) -> Any:
+        slots, _ = ops.map_slots(chosen, table, page_size=PAGE)
+        return tuple(attend(ops, q, pool, slots) for pool in pools)
+
+    def in_each(index: int) -> list[Any]:
+        return [call(TORCH_OPS, q[index], chosen[index], own, pool) for pool in pools]
+
+    def check() -> float:
+        last = call(TORCH_OPS, q[0], chosen[0], own, *pools)[-1]
+        slots = own.gather(1, chosen[0].long() // PAGE) * PAGE + chosen[0] % PAGE
+        return attention_error(last, q[0], [(pools[-1], slots.int(), None)], SCALE)
+
+    return Benchmark(
+        op="sparse_mla",
+        case=f"{SHARED} layers of one selection b={requests} h={SHARED_HEADS} k={K} context={KEYS}",
+        call=call,
+        inputs=[(q[i], chosen[i], own, *pools) for i in range(sets)],
+        check=check,
+        peers={"itself, slots found in each layer": in_each},
+        flops=SHARED * 2 * requests * SHARED_HEADS * K * (576 + 512),
+        bytes=SHARED * requests * K * V32.row,
+        bound="bf16",
+    )
+
+
+def shared() -> Iterator[Benchmark]:
+    """Decodes of a group of layers that share a selection."""
+    pools = [problems.latent_pool(64 * KEYS) for _ in range(SHARED)]
+    table = problems.block_table(64, KEYS)
+    for requests in (1, 8, 64):
+        yield shared_case(pools, table, requests)
