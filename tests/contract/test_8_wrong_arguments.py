@@ -53,12 +53,17 @@ def wide_query(count: int, tokens: int = 1) -> tuple[np.ndarray, np.ndarray]:
 
 
 ROWS = ("656 bytes (v32) or 584 bytes (v4) or 528 bytes (v41) or 288 bytes (v41_fp4) or 528 bytes (v41_footer) or 288 "
-        "bytes (v41_fp4_footer) or 528 bytes (nope) or 352 bytes (nvfp4) or 432 bytes (nvfp4_bf16) or 384 bytes "
-        "(v4_nvfp4) or 576 elements (plain) or 512 elements (plain_v4)")  # fmt: skip
-FORMATS = "v32, v4, v41, v41_fp4, v41_footer, v41_fp4_footer, nope, nvfp4, nvfp4_bf16, v4_nvfp4, plain, plain_v4"
+        "bytes (v41_fp4_footer) or 528 bytes (nope) or 352 bytes (nvfp4) or 432 bytes (nvfp4_bf16) or 368 bytes "
+        "(nvfp4_fp8) or 368 bytes (nvfp4_scaled) or 304 bytes (nvfp4_nope) or 384 bytes (v4_nvfp4) or 368 bytes "
+        "(v4_mxfp4) or 576 elements (plain) or 512 elements (plain_v4)")  # fmt: skip
+FORMATS = ("v32, v4, v41, v41_fp4, v41_footer, v41_fp4_footer, nope, nvfp4, nvfp4_bf16, nvfp4_fp8, nvfp4_scaled, "
+           "nvfp4_nope, v4_nvfp4, v4_mxfp4, plain, plain_v4")  # fmt: skip
 
 # Rows that several formats have, by every argument that may hold them and the attribute that names its format.
-SEVERAL = {528: "'v41' or 'v41_footer' or 'nope'", 288: "'v41_fp4' or 'v41_fp4_footer'"}
+SEVERAL = {
+    528: "'v41' or 'v41_footer' or 'nope'", 288: "'v41_fp4' or 'v41_fp4_footer'",
+    368: "'nvfp4_fp8' or 'nvfp4_scaled' or 'v4_mxfp4'",
+}  # fmt: skip
 
 
 def ambiguous(op: str, argument: str, row: int, case: int) -> Mistake:

@@ -14,7 +14,11 @@ from xmla.core.formats.mla import (
     MLA_LAYOUTS,
     NVFP4,
     NVFP4_BF16,
+    NVFP4_FP8,
+    NVFP4_NOPE,
+    NVFP4_SCALED,
     V4,
+    V4_MXFP4,
     V4_NVFP4,
     V32,
     V41,
@@ -147,6 +151,56 @@ def test_fp4_pages_byte_by_byte() -> None:
         # One explicit bit: half a step is a quarter of a normal value, and a quarter of a scale below 1.
         bound = np.maximum(np.abs(entry[:count]) / 4, np.repeat(scales, 16) / 4)
         assert (np.abs(values - entry[:count]) <= bound).all()
+
+
+@pytest.mark.parametrize("layout", [NVFP4_FP8, NVFP4_SCALED, NVFP4_NOPE], ids=lambda layout: layout.name)
+def test_entries_with_scales_of_their_own_byte_by_byte(layout: MlaLayout) -> None:
+    """256 bytes of values, 32 scales, float32 scales of rope and of the latent dims, 8 of padding, 64 e4m3."""
+    page, entry = written(layout, 5, 3)
+    row = page[3 * layout.row : 4 * layout.row]
+    latent, rope = entry[:512], entry[512:]
+    of_rope, of_latent = row[288:296].view(np.float32)
+    scaled = layout is not NVFP4_FP8
+    assert of_latent == (np.abs(latent).max() / np.float32(2688) if scaled else 0)
+    if layout.rope:
+        assert of_rope == np.abs(rope).max() / np.float32(448)
+        assert np.array_equal(row[304:].view(E4M3), (rope / of_rope).astype(E4M3))
+    outer = of_latent if scaled else np.float32(1)
+    scales = row[256:288].view(E4M3).astype(np.float64)
+    exact = np.abs(latent / outer).reshape(32, 16).max(axis=1) / 6
+    assert (np.abs(scales - exact) <= np.maximum(exact / 16, 2.0**-10)).all()
+    assert not scaled or scales.max() == 448
+    codes = np.stack([row[:256] & 15, row[:256] >> 4], axis=1).reshape(512)
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])[codes & 7] * np.where(codes & 8, -1, 1)
+    whole = values * np.repeat(scales, 16) * outer
+    bound = np.maximum(np.abs(latent) / 4, np.repeat(scales, 16) * outer / 4)
+    assert (np.abs(whole - latent) <= bound).all()
+    assert not row[296:304].any() and not page[: 3 * layout.row].any()
+
+
+@pytest.mark.parametrize("value", [0.0, 2.0**-120, np.inf], ids=str)
+def test_scales_of_whole_entries_stay_finite(value: float) -> None:
+    """Of zeros, of what is below the least scale, and of infinities, which saturate."""
+    latent, rope = np.full((1, 512), value, np.float32), np.full((1, 64), value, np.float32)
+    cache = np.zeros((1, 2, 368), np.uint8)
+    NVFP4_SCALED.scatter(cache, np.array([1]), latent, rope)
+    found = NVFP4_SCALED.gather(cache, np.array([1]))
+    assert np.isfinite(found).all()
+    if not np.isfinite(value):
+        assert (found > 1e38).all()
+
+
+def test_v4_mxfp4_entries_byte_by_byte() -> None:
+    """224 bytes e2m1, 14 UE8M0 of 32 dims each, a pad of 2 bytes, 64 bf16 roped dims; nothing behind the entries."""
+    page, entry = written(V4_MXFP4, 5, 3)
+    row, latent = page[3 * 368 : 4 * 368], entry[:448]
+    scales = 2.0 ** (row[224:238].astype(np.float64) - 127)
+    assert np.array_equal(scales, 2.0 ** np.ceil(np.log2(np.abs(latent).reshape(14, 32).max(axis=1) / 6)))
+    codes = np.stack([row[:224] & 15, row[:224] >> 4], axis=1).reshape(448)
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])[codes & 7] * np.where(codes & 8, -1, 1) * np.repeat(scales, 32)
+    assert (np.abs(values - latent) <= np.maximum(np.abs(latent) / 4, np.repeat(scales, 32) / 4)).all()
+    assert not row[238:240].any() and np.array_equal(row[240:].view(ml_dtypes.bfloat16).astype(np.float32), entry[448:])
+    assert not page[: 3 * 368].any() and not page[4 * 368 :].any()
 
 
 def formats_served(op: Op) -> set[MlaLayout | IndexerLayout]:

@@ -21,7 +21,9 @@ WRITERS = {
     "v32": "DeepSeek-V3.2", "v4": "DeepSeek-V4", "v41": "DeepSeek-V4.1", "v41_fp4": "V4.1, compressed entries",
     "v41_footer": "V4.1 before FlashMLA of 2026-09-30", "v41_fp4_footer": "the same, compressed entries",
     "nope": "GLM in FlashInfer", "nvfp4": "vLLM's `nvfp4_ds_mla`", "nvfp4_bf16": "b12x's `nvfp4_ds_mla`",
-    "v4_nvfp4": "V4 in FlashInfer on SM12x", "plain": "V3.2's dims", "plain_v4": "V4's dims",
+    "nvfp4_fp8": "the same, with roped dims in e4m3", "nvfp4_scaled": "the same, with a scale of all latent dims",
+    "nvfp4_nope": "the same, GLM-5.3-Flash", "v4_nvfp4": "V4 in FlashInfer on SM12x",
+    "v4_mxfp4": "V4 on Hopper, proposed for SGLang", "plain": "V3.2's dims", "plain_v4": "V4's dims",
     **{layout.name: "indexer keys" for layout in LAYOUTS if isinstance(layout, IndexerLayout)},
     "indexer_fp8_ue8m0_d128": "vLLM's indexer keys on Blackwell",
 }  # fmt: skip

@@ -325,7 +325,8 @@ def dsa_attention(
         indices: [T, K] int32, the selected positions within each request, ascending, −1 padded.
 
     Raises:
-        ArgumentError, UnsupportedError: As the four ops; ROW is 528 or 288 bytes and no `mla_cache_format` is given.
+        ArgumentError, UnsupportedError: As the four ops; ROW is 528, 368 or 288 bytes and no `mla_cache_format` is
+            given.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
@@ -1610,8 +1611,8 @@ def read_mla_cache(
         rows: [T, L+E] in `dtype`: 576 or 512 dims.
 
     Raises:
-        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; ROW is 528 or 288 bytes and no `cache_format`
-            is given.
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; ROW is 528, 368 or 288 bytes and no
+            `cache_format` is given.
 
     Numerics: the float32 product is rounded once to `dtype`; with power-of-two or e4m3 scales bfloat16 is exact too.
 
@@ -1827,7 +1828,7 @@ def sparse_mla(
         lse: [T, H] float32.
 
     Raises:
-        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; ROW is 528 or 288 bytes and no format is
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; ROW is 528, 368 or 288 bytes and no format is
             named; one of extra_cache and extra_slots, or of cos_sin and positions, is given without the other. Or
             rows or extra_rows stand beside no packed entries.
         UnsupportedError: H > 128.
@@ -1936,7 +1937,7 @@ def sparse_mla_paged(
         lse: [T, H] float32, natural log, −inf for a row without valid indices.
 
     Raises:
-        ArgumentError, UnsupportedError: As the two ops; ROW is 528 or 288 bytes and no `cache_format` is given.
+        ArgumentError, UnsupportedError: As the two ops; ROW is 528, 368 or 288 bytes and no `cache_format` is given.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
@@ -2152,7 +2153,7 @@ def write_mla_cache(
     Args:
         latent: [T, L] bfloat16, float16 or float32: the dims before the roped ones. 512 (V3.2: the latent after its
             RMSNorm), 448 in V4's formats.
-        rope: [T, E], any of the same dtypes: the roped dims, 64; 0 in "nope".
+        rope: [T, E], any of the same dtypes: the roped dims, 64; 0 in "nope" and "nvfp4_nope".
         slots: [T] int32 or int64, page · R + offset. A slot outside [0, P·R) is skipped: its token is not written.
             Valid slots must be distinct.
         cache: [P, R, ROW], any page size R, any address and page stride that keep elements aligned. Updated in place;
@@ -2166,7 +2167,11 @@ def write_mla_cache(
             compressed cache.
             "v41_footer", "v41_fp4_footer": the same two before V4.1's release, with scales in the page's footer.
             "nvfp4" 352 B: e2m1, one e4m3 scale per 16 dims, e4m3 rope.   "nvfp4_bf16" 432 B: the same, bfloat16 rope.
+            "nvfp4_fp8" 368 B: the same, e4m3 rope with a float32 scale, max|rope| / 448.
+            "nvfp4_scaled" 368 B: the same, latent dims are first divided by a float32, max|latent| / 2688.
+            "nvfp4_nope" 304 B: as "nvfp4_scaled", without rope.
             "v4_nvfp4" 384 B: V4's dims, e2m1, one e4m3 scale per 16 dims in the page's footer, bfloat16 rope.
+            "v4_mxfp4" 368 B: V4's dims, e2m1, one UE8M0 scale per 32 dims behind them, bfloat16 rope.
             Plain rows of bfloat16 or float16: "plain" 576, "plain_v4" 512 elements.
         scale_floor: "scale": no scale is below 2**-13 (FlashMLA's writer). "amax": no scale is below the scale of a
             tile whose largest magnitude is 1e-4 (vLLM's writer). e4m3 scales have one floor, 2**-9.
@@ -2176,8 +2181,8 @@ def write_mla_cache(
     value is larger than 6 scales, elsewhere to nearest (FlashMLA, vLLM, FlashInfer).
 
     Raises:
-        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; ROW is 528 or 288 bytes and no `cache_format`
-            is given.
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; ROW is 528, 368 or 288 bytes and no
+            `cache_format` is given.
 
     Rounding: to nearest even, saturating. NaN stays NaN; e2m1 has no NaN, so there it makes its tile's scale NaN.
     "v32", "v4", "v41" and "v41_fp4" have the bytes that FlashMLA's writers store (README of FlashMLA, KV cache format;

@@ -1,6 +1,6 @@
 """Formats of the latent cache: the place of every byte of an entry."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
@@ -29,9 +29,11 @@ class MlaLayout:
         scale_offset: First byte of an entry's scales within it; has no meaning with a footer.
         interleaved: Whether scale g is at place 8 · (g mod 4) + g div 4 instead of g.
         footer: Bytes per entry in the page's footer.
-        rope_values: Element type of the roped dims: "bfloat16", "e4m3" without a scale, "plain", "quantized" like the
-            latent dims, whose tiles they continue, or "none".
+        outer_scale: First byte of a float32 by which all scales of an entry are multiplied, or 0.
+        rope_values: Element type of the roped dims: "bfloat16", "e4m3" without scales of tiles, "plain", "quantized"
+            like the latent dims, whose tiles they continue, or "none".
         rope_offset: First byte, or element of a plain row, of the roped dims.
+        rope_scale: First byte of a float32 by which e4m3 roped dims are multiplied, or 0.
         page_multiple: Allocators round the bytes of a page up to a multiple of this; readers take any page stride.
     """
 
@@ -47,8 +49,10 @@ class MlaLayout:
     scale_offset: int = 512
     interleaved: bool = False
     footer: int = 0
+    outer_scale: int = 0
     rope_values: str = "bfloat16"
     rope_offset: int = 512
+    rope_scale: int = 0
     page_multiple: int = 1
 
     @property
@@ -96,7 +100,10 @@ class MlaLayout:
     @property
     def alignment(self) -> int:
         """Required alignment of every page's first byte: the widest element stored in it."""
-        return max(self.scale_bytes, 2 if self.rope_values == "bfloat16" else 1) if self.packed else 1
+        if not self.packed:
+            return 1
+        whole = self.outer_scale or self.rope_scale
+        return max(4 if whole else self.scale_bytes, 2 if self.rope_values == "bfloat16" else 1)
 
     def min_exponent(self, scale_floor: str) -> int:
         """No scale is stored below 2**min_exponent, by the rule of one of the published writers.
@@ -125,6 +132,10 @@ class MlaLayout:
         data, footer = self._sections(cache)
         quantized = np.concatenate([latent, rope], axis=1) if self.rope_values == "quantized" else latent
         tiles = quantized.reshape(len(slots), self.scales, self.tile)
+        if self.outer_scale:
+            outer = entry_scale(quantized, OUTER_GREATEST)
+            data[page, offset, self.outer_scale : self.outer_scale + 4] = outer.view(np.uint8)
+            tiles = tiles.astype(np.float32) / outer[..., None]
         if self.scale == "e4m3":
             values, scales = quantize_nvfp4(tiles, self.scale_up)
         else:
@@ -146,11 +157,19 @@ class MlaLayout:
         if self.rope_values == "bfloat16":
             data[page, offset, self.rope_offset :] = rope.astype(ml_dtypes.bfloat16).view(np.uint8)
         elif self.rope_values == "e4m3":
-            kept = np.clip(rope.astype(np.float32), -448, 448).astype(ml_dtypes.float8_e4m3fn)
+            wide = rope.astype(np.float32)
+            if self.rope_scale:
+                scale = entry_scale(rope, 448)
+                data[page, offset, self.rope_scale : self.rope_scale + 4] = scale.view(np.uint8)
+                wide = wide / scale
+            kept = np.clip(wide, -448, 448).astype(ml_dtypes.float8_e4m3fn)
             data[page, offset, self.rope_offset : self.rope_offset + self.rope] = kept.view(np.uint8)
 
     def gather(self, cache: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """Entries at `slots` [T], all in range, dequantised exactly to float32 [T, L+E]; float64 rows stay float64."""
+        """Entries at `slots` [T], all in range, dequantised to float32 [T, L+E]; float64 rows stay float64.
+
+        Exactly, but for products with scales of a whole entry.
+        """
         page, offset = np.divmod(slots, cache.shape[1])
         if not self.packed:
             rows = cache[page, offset]
@@ -168,7 +187,8 @@ class MlaLayout:
             kind = ml_dtypes.bfloat16 if self.rope_values == "bfloat16" else ml_dtypes.float8_e4m3fn
             nbytes = self.rope * np.dtype(kind).itemsize
             kept = np.ascontiguousarray(data[:, self.rope_offset : self.rope_offset + nbytes])
-            parts.append(kept.view(kind).astype(np.float32))
+            dims = kept.view(kind).astype(np.float32)
+            parts.append(dims * _floats(data, self.rope_scale) if self.rope_scale else dims)
         return np.concatenate(parts, axis=1)
 
     def copy(self, source: np.ndarray, source_slots: np.ndarray, cache: np.ndarray, slots: np.ndarray) -> None:
@@ -197,7 +217,8 @@ class MlaLayout:
         """Scales [..., scales] float32 of entries, from the bytes of their data and footers."""
         stored = footer[..., : self.scales] if self.footer else data[..., self.scale_offset + self._scale_places()]
         kinds = {"float32": np.float32, "ue8m0": ml_dtypes.float8_e8m0fnu, "e4m3": ml_dtypes.float8_e4m3fn}
-        return np.ascontiguousarray(stored).view(kinds[self.scale]).astype(np.float32)
+        scales = np.ascontiguousarray(stored).view(kinds[self.scale]).astype(np.float32)
+        return scales * _floats(data, self.outer_scale) if self.outer_scale else scales
 
     def _scale_places(self) -> np.ndarray:
         """Offsets of the bytes of the scales, relative to the first scale."""
@@ -205,6 +226,24 @@ class MlaLayout:
         if self.interleaved:
             place = 8 * (place % 4) + place // 4
         return (place[:, None] * self.scale_bytes + np.arange(self.scale_bytes)).reshape(-1)
+
+
+# The largest value that e2m1 times an e4m3 scale reaches.
+OUTER_GREATEST = 6 * 448
+# No scale of a whole entry is smaller, so that no quotient by one is below the normal numbers.
+LEAST_ENTRY_SCALE = 2.0**-100
+
+
+def entry_scale(values: np.ndarray, greatest: int) -> np.ndarray:
+    """max|x| / greatest of each row [T, dims] as float32 [T, 1], at least LEAST_ENTRY_SCALE; NaN is ignored."""
+    amax = np.nanmax(np.abs(values.astype(np.float32)), axis=-1, keepdims=True, initial=0.0)
+    amax = np.minimum(amax, np.finfo(np.float32).max)
+    return np.maximum(amax / np.float32(greatest), np.float32(LEAST_ENTRY_SCALE))
+
+
+def _floats(data: np.ndarray, first: int) -> np.ndarray:
+    """The float32 at this byte of entries [..., data], as [..., 1]."""
+    return np.ascontiguousarray(data[..., first : first + 4]).view(np.float32)
 
 
 # DeepSeek-V3.2 ("fp8_ds_mla"; FlashMLA README): 512 e4m3, 4 float32 scales, 64 bf16 roped dims.
@@ -219,11 +258,29 @@ NVFP4 = MlaLayout(
 # The dtype of that name in local-inference-lab's vLLM (its pull request 82; b12x, attention/_shared/mla/kv_cache.py):
 # 256 bytes e2m1, 32 e4m3 scales, 16 of padding, 64 bf16 roped dims. Its scales of a layer stay outside of the cache.
 NVFP4_BF16 = MlaLayout("nvfp4_bf16", 432, values="e2m1", tile=16, scale="e4m3", scale_offset=256, rope_offset=304)
+# The same with 64 e4m3 roped dims and, in the padding, their float32 scale (its pull request 95; b12x, its pull
+# request 37). A second form has a float32 scale of all latent dims behind that one (b12x, its pull request 86).
+NVFP4_FP8 = MlaLayout(
+    "nvfp4_fp8", 368, values="e2m1", tile=16, scale="e4m3", scale_offset=256, rope_values="e4m3", rope_offset=304,
+    rope_scale=288,
+)  # fmt: skip
+NVFP4_SCALED = replace(NVFP4_FP8, name="nvfp4_scaled", outer_scale=292)
+# GLM-5.3-Flash in both (vLLM's pull request 549, b12x's 309): that second form without roped dims, and 8 of padding.
+NVFP4_NOPE = MlaLayout(
+    "nvfp4_nope", 304, rope=0, values="e2m1", tile=16, scale="e4m3", scale_offset=256, outer_scale=292,
+    rope_values="none",
+)  # fmt: skip
 # DeepSeek-V4's entries in 4 bits (FlashInfer 0.7.2, sparse_mla_sm120/model/dsv4_nvfp4_layout.cuh): data of 224 bytes
 # e2m1 and 64 bf16 roped dims; 28 e4m3 scales and a pad of 4 bytes.
 V4_NVFP4 = MlaLayout(
     "v4_nvfp4", 384, latent=448, rope_in_value=True, values="e2m1", tile=16, scale="e4m3", footer=32, rope_offset=224
 )
+# DeepSeek-V4's entries in MXFP4 (SGLang's pull requests 32741 and 37138): 224 bytes e2m1, 14 UE8M0 scales and a pad of
+# 2 bytes, 64 bf16 roped dims. Their writer rounds a scale's exponent to nearest, so that a largest value may saturate.
+V4_MXFP4 = MlaLayout(
+    "v4_mxfp4", 368, latent=448, rope_in_value=True, values="e2m1", tile=32, scale="ue8m0", scale_offset=224,
+    rope_offset=240,
+)  # fmt: skip
 # DeepSeek-V4 (FlashMLA tests/quant.py "MODEL1"): data of 448 e4m3 and 64 bf16 roped dims; 7 UE8M0 scales and a pad.
 V4 = MlaLayout(
     "v4", 584, latent=448, rope_in_value=True, tile=64, scale="ue8m0", footer=8, rope_offset=448, page_multiple=576
@@ -255,7 +312,8 @@ PLAIN_V4 = MlaLayout(
     "plain_v4", 512, latent=448, rope_in_value=True, values="plain", rope_values="plain", rope_offset=448
 )
 MLA_LAYOUTS = (
-    V32, V4, V41, V41_FP4, V41_FOOTER, V41_FP4_FOOTER, NOPE, NVFP4, NVFP4_BF16, V4_NVFP4, PLAIN, PLAIN_V4,
+    V32, V4, V41, V41_FP4, V41_FOOTER, V41_FP4_FOOTER, NOPE, NVFP4, NVFP4_BF16, NVFP4_FP8, NVFP4_SCALED,
+    NVFP4_NOPE, V4_NVFP4, V4_MXFP4, PLAIN, PLAIN_V4,
 )  # fmt: skip
 
 # Dims of an entry as a value, in every layout: its first ones. The dims of attention's output.

@@ -42,6 +42,9 @@ def entry_of(layout: MlaLayout | IndexerLayout) -> Entry:
     places = [(0, values)]
     if layout.rope_values in ("bfloat16", "e4m3"):
         places.append((layout.rope_offset, ("rope", layout.rope * (2 if layout.rope_values == "bfloat16" else 1))))
+    places += [
+        (at, (name, 4)) for at, name in ((layout.outer_scale, "outer scale"), (layout.rope_scale, "rope scale")) if at
+    ]
     footer: Parts = ()
     if layout.footer:
         pad = layout.footer - scales[1]
@@ -55,4 +58,6 @@ def entry_of(layout: MlaLayout | IndexerLayout) -> Entry:
             parts.append(("pad", offset - end))
         parts.append(part)
         end = offset + part[1]
+    if layout.data > end:
+        parts.append(("pad", layout.data - end))
     return Entry(layout.values, layout.scale, layout.tile, tuple(parts), footer)

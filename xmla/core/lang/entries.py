@@ -15,6 +15,7 @@ from xmla.core.lang.numbers import (
     encode_e4m3,
     encode_ue8m0,
     quantize,
+    quantize_e2m1,
     quantize_nvfp4,
     unpack_e2m1,
 )
@@ -56,6 +57,9 @@ def load_scales(cache, scales, ok, LAYOUT: tl.constexpr):
         return tl.load(as_floats(ptrs), mask=mask, other=0.0)
     elif LAYOUT.scale == "ue8m0":
         return decode_ue8m0(tl.load(ptrs, mask=mask, other=0))
+    elif LAYOUT.outer_scale:
+        outer = cache + scales[:, None] + (LAYOUT.outer_scale - LAYOUT.scale_offset)
+        return decode_e4m3(tl.load(ptrs, mask=mask, other=0)) * tl.load(as_floats(outer), mask=ok[:, None], other=0.0)
     else:
         return decode_e4m3(tl.load(ptrs, mask=mask, other=0))
 
@@ -99,7 +103,10 @@ def load_entries(cache_ptr, data, scales, ok, dtype: tl.constexpr, LAYOUT: tl.co
             else:
                 tail = halves.to(dtype)
         elif LAYOUT.rope_values == "e4m3":
-            tail = decode_e4m3(tl.load(rope + offs_e, mask=mask, other=0)).to(dtype)
+            dims = decode_e4m3(tl.load(rope + offs_e, mask=mask, other=0))
+            if LAYOUT.rope_scale:
+                dims *= tl.load(as_floats(cache + data[:, None] + LAYOUT.rope_scale), mask=mask, other=0.0)
+            tail = dims.to(dtype)
         value = tl.reshape(tiled, (ok.shape[0], LANES))
     else:
         value = tl.load(cache_ptr + data[:, None] + offs_l, mask=mask, other=0.0).to(dtype)
@@ -109,12 +116,27 @@ def load_entries(cache_ptr, data, scales, ok, dtype: tl.constexpr, LAYOUT: tl.co
 
 
 @triton.jit
+def entry_scale(x, GREATEST: tl.constexpr):
+    """Scales [N, 1] of whole rows of float32 [N, dims]: `formats.mla.entry_scale`."""
+    amax = tl.max(tl.where(x == x, tl.abs(x), 0.0), axis=1, keep_dims=True)
+    return tl.maximum(tl.math.div_rn(tl.minimum(amax, 3.4028234663852886e38), GREATEST), 2.0**-100)
+
+
+@triton.jit
 def store_quantized(cache, data, scales, ok, x, LAYOUT: tl.constexpr, MIN_EXPONENT: tl.constexpr):
     """Quantise the first dims of x [N, LANES] f32, as many as have scales, and store both where `ok`."""
     tiled = tl.reshape(x, (x.shape[0], LANES // LAYOUT.tile, LAYOUT.tile))
     ptrs, present = scale_pointers(cache, scales, LAYOUT)
-    if LAYOUT.values == "e2m1":  # these have e4m3 scales
-        packed, stored_scale = quantize_nvfp4(tiled, MIN_EXPONENT, LAYOUT.scale_up)
+    if LAYOUT.values == "e2m1":
+        if LAYOUT.scale == "ue8m0":
+            packed, scale = quantize_e2m1(tiled, MIN_EXPONENT)
+            stored_scale = encode_ue8m0(scale)
+        elif LAYOUT.outer_scale:
+            outer = entry_scale(x, 6.0 * 448.0)
+            tl.store(as_floats(cache + data[:, None] + LAYOUT.outer_scale), outer, mask=ok[:, None])
+            packed, stored_scale = quantize_nvfp4(tl.math.div_rn(tiled, outer[:, :, None]), MIN_EXPONENT, False)
+        else:
+            packed, stored_scale = quantize_nvfp4(tiled, MIN_EXPONENT, LAYOUT.scale_up)
         offs_b = tl.arange(0, LANES // 2)[None, :]
         tl.store(cache + data[:, None] + offs_b, packed, mask=ok[:, None] & (offs_b < LAYOUT.quantized // 2))
         tl.store(ptrs, stored_scale, mask=ok[:, None] & present)
@@ -158,6 +180,10 @@ def store_entries(
             else:
                 tl.store(halves + offs_e, tail.to(tl.bfloat16), mask=mask)
         elif LAYOUT.rope_values == "e4m3":
+            if LAYOUT.rope_scale:
+                scale = entry_scale(tail, 448.0)
+                tl.store(as_floats(cache + data[:, None] + LAYOUT.rope_scale), scale, mask=mask)
+                tail = tl.math.div_rn(tail, scale)
             kept = tl.minimum(tl.maximum(tail, -448.0, tl.PropagateNan.ALL), 448.0, tl.PropagateNan.ALL)
             tl.store(rope + offs_e, encode_e4m3(kept), mask=mask)
     else:

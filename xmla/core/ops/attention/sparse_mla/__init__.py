@@ -92,7 +92,7 @@ def sparse_mla(
         lse: [T, H] float32.
 
     Raises:
-        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; ROW is 528 or 288 bytes and no format is
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; ROW is 528, 368 or 288 bytes and no format is
             named; one of extra_cache and extra_slots, or of cos_sin and positions, is given without the other. Or
             rows or extra_rows stand beside no packed entries.
         UnsupportedError: H > 128.

@@ -57,7 +57,7 @@ def sparse_mla_paged(
         lse: [T, H] float32, natural log, −inf for a row without valid indices.
 
     Raises:
-        ArgumentError, UnsupportedError: As the two ops; ROW is 528 or 288 bytes and no `cache_format` is given.
+        ArgumentError, UnsupportedError: As the two ops; ROW is 528, 368 or 288 bytes and no `cache_format` is given.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 

@@ -1,7 +1,7 @@
 import numpy as np
 
 from xmla.core.formats.indexer import IndexerLayout
-from xmla.core.formats.mla import PLAIN_V4, V4, V4_NVFP4, V41, V41_FOOTER, V41_FP4, V41_FP4_FOOTER, MlaLayout
+from xmla.core.formats.mla import PLAIN_V4, V4, V4_MXFP4, V4_NVFP4, V41, V41_FOOTER, V41_FP4, V41_FP4_FOOTER, MlaLayout
 from xmla.core.op import Case
 from xmla.core.ops.cases import BF16, empty_pages, naming, normal
 
@@ -84,6 +84,7 @@ CASES = (
     make_case((3,), 3, 2, V41_FOOTER, 3, 2, padding=5, cache_format="v41_footer"),
     make_case((4,), 3, 2, V41_FP4_FOOTER, 53, 2, cache_format="v41_fp4_footer"),
     make_case((5,), 5, 4, V4_NVFP4, 5, 4, padding=2),
+    make_case((4,), 5, 4, V4_MXFP4, 5, 3, cache_format="v4_mxfp4"),
     make_case((2, 1), 3, 2, PLAIN_V4, 53, 1, dtype=F32, padding=8),
     make_case((1,), 7, 4, V4, 3, 4, known=4),
     make_case((3, 17), 7, 4, IndexerLayout(64), 5, 4, rope=32, known=20),

@@ -25,8 +25,8 @@ def read_mla_cache(cache, slots, *, cache_format: str | None = None, dtype: str 
         rows: [T, L+E] in `dtype`: 576 or 512 dims.
 
     Raises:
-        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; ROW is 528 or 288 bytes and no `cache_format`
-            is given.
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; ROW is 528, 368 or 288 bytes and no
+            `cache_format` is given.
 
     Numerics: the float32 product is rounded once to `dtype`; with power-of-two or e4m3 scales bfloat16 is exact too.
 

@@ -1,6 +1,24 @@
 import numpy as np
 
-from xmla.core.formats.mla import MLA_LAYOUTS, NOPE, V4, V32, V41, V41_FOOTER, V41_FP4, V41_FP4_FOOTER, MlaLayout
+from xmla.core.formats.mla import (
+    NOPE,
+    NVFP4,
+    NVFP4_BF16,
+    NVFP4_FP8,
+    NVFP4_NOPE,
+    NVFP4_SCALED,
+    PLAIN,
+    PLAIN_V4,
+    V4,
+    V4_MXFP4,
+    V4_NVFP4,
+    V32,
+    V41,
+    V41_FOOTER,
+    V41_FP4,
+    V41_FP4_FOOTER,
+    MlaLayout,
+)
 from xmla.core.op import Case
 from xmla.core.ops.cases import mla_pool
 
@@ -35,5 +53,9 @@ CASES = (
     _case(9, 2, "bfloat16", V41_FOOTER, padding=5, cache_format="v41_footer"),
     _case(6, 53, "float32", V41_FP4_FOOTER, cache_format="v41_fp4_footer"),
     _case(9, 64, "float32", NOPE, arbitrary_scales=True, cache_format="nope"),
-    *(_case(6, 69, "float32", layout) for layout in MLA_LAYOUTS[-5:]),
+    *(_case(6, 69, "float32", layout) for layout in (NVFP4, NVFP4_BF16, NVFP4_NOPE, V4_NVFP4, PLAIN, PLAIN_V4)),
+    *(
+        _case(6, 69, "float32", layout, padding=4, cache_format=layout.name)
+        for layout in (NVFP4_FP8, NVFP4_SCALED, V4_MXFP4)
+    ),
 )

@@ -75,7 +75,8 @@ def dsa_attention(
         indices: [T, K] int32, the selected positions within each request, ascending, −1 padded.
 
     Raises:
-        ArgumentError, UnsupportedError: As the four ops; ROW is 528 or 288 bytes and no `mla_cache_format` is given.
+        ArgumentError, UnsupportedError: As the four ops; ROW is 528, 368 or 288 bytes and no `mla_cache_format` is
+            given.
 
     Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
