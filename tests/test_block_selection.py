@@ -12,7 +12,7 @@ from xmla.core.errors import UnsupportedError
 from xmla.core.ops.indexer.indexer_topk.cases import make_case as ragged
 from xmla.core.ops.indexer.indexer_topk_paged.cases import make_case as paged
 from xmla.core.registry import registry
-from xmla.core.values import H200, assume_device
+from xmla.core.values import H200, KNOWN_DEVICES, Device, assume_device
 from xmla.torch_api._all_ops import TORCH_OPS
 
 OPS = registry()
@@ -117,6 +117,21 @@ def test_what_does_not_fit_too_many_parts_is_refused(name: str) -> None:
             plan(workspace_bytes=1 << 20)
         least = int(str(caught.value).split("at least ")[1].split()[0])
         assert 1 << 20 < plan(workspace_bytes=least).workspace_bytes <= least
+
+
+@pytest.mark.parametrize("device", KNOWN_DEVICES, ids=lambda device: device.name)
+def test_a_few_tokens_fit_where_one_does(device: Device) -> None:
+    """Fewer than a program has, over so many keys that what the selection needs beside their logits is no rounding."""
+    tokens, keys = 18, 924_000
+    e4m3, bounds = torch.float8_e4m3fn, torch.empty(tokens, dtype=torch.int32, device="meta")
+    call = (
+        torch.empty(tokens, 32, 128, dtype=e4m3, device="meta"), torch.empty(tokens, 32, device="meta"),
+        torch.empty(keys, 128, dtype=e4m3, device="meta"), torch.empty(keys, device="meta"), bounds, bounds,
+    )  # fmt: skip
+    with assume_device(device):
+        plan = partial(torch_api.indexer_blocks.plan, *call, k=2048, granularity=8)
+        for room in (4 * tokens * keys, 4 * tokens * keys // 2):
+            assert plan(workspace_bytes=room).workspace_bytes <= room
 
 
 def logits_of(q8: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

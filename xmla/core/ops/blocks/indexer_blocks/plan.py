@@ -38,8 +38,9 @@ def plan(problem: Problem, device: Device) -> Plan:
     at_once = part(problem["T"])
     if at_once.workspace_bytes <= problem.attrs.workspace_bytes:
         return at_once
-    together = min(indexer_logits.tokens_a_program(problem, device), problem["T"])
-    parts = in_parts(problem, part, 4 * max(stored_keys, 1), together, lambda size: True, whole)
-    if parts is None:
-        refuse_workspace(problem, part, together, whole)
-    return parts
+    # Tokens of a program share keys. Where no room is for so many, each part has as few as fit.
+    for together in (min(indexer_logits.tokens_a_program(problem, device), problem["T"]), 1):
+        parts = in_parts(problem, part, 4 * max(stored_keys, 1), together, lambda size: True, whole)
+        if parts is not None:
+            return parts
+    refuse_workspace(problem, part, 1, whole)
