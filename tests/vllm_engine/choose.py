@@ -76,6 +76,11 @@ def without_another() -> str:
         return str(error)
 
 
+def with_dims(latent: int, roped: int) -> SimpleNamespace:
+    """vLLM's configuration of a model whose entries have so many dims."""
+    return SimpleNamespace(hf_text_config=SimpleNamespace(kv_lora_rank=latent, qk_rope_head_dim=roped))
+
+
 def with_sinks(capability: tuple[int, int]) -> str:
     """The backend that Hy4's layers take for a cache in fp8, each head of which has a sink."""
     from vllm.models.hy_v4.nvidia import attention
@@ -184,7 +189,9 @@ def attention_of(architecture: str, capability: tuple[int, int], config: VllmCon
     """The class of a model's sparse attention on this GPU, or why it is not served."""
     kept = platforms.current_platform
     kind, dims = KINDS.get(architecture, ("deepseek_v32", 576))
-    text = SimpleNamespace(model_type=kind, index_topk=2048, qk_rope_head_dim=64 if dims == 576 else 0)
+    text = SimpleNamespace(
+        model_type=kind, index_topk=2048, kv_lora_rank=512, qk_rope_head_dim=64 if dims == 576 else 0
+    )  # fmt: skip
     if kind == "glm5_next_text":
         text.index_kpool = 4
     config.model_config = SimpleNamespace(
@@ -282,6 +289,7 @@ def choose() -> None:
     }  # fmt: skip
     config = VllmConfig(device_config=DeviceConfig(device="cpu"))
     with set_current_vllm_config(config):
+        config.model_config = with_dims(512, 64)
         found = {
             name: {f"sm_{major}{minor}": refused((major, minor), asked) for major, minor in CAPABILITIES}
             for name, asked in cases.items()
@@ -301,12 +309,12 @@ def choose() -> None:
             found[each] = {name: v4_layers(each, name) for name in backends}
         found["unserved"], found["another"] = {each: v4_unserved(each) for each in versions}, without_another()
         found["caches"] = {name: refused((9, 0), selector(name)) for name in get_args(CacheDType)}
-        found["512 dims"] = []
-        for roped in (0, 64):
-            config.model_config = SimpleNamespace(hf_text_config=SimpleNamespace(qk_rope_head_dim=roped))
-            found["512 dims"].append(refused((9, 0), selector("fp8", 512)))
+        found["dims"] = {}
+        for latent, roped in ((512, 64), (512, 0), (448, 64), (448, 128), (544, 32), (576, 0), (256, 64)):
+            config.model_config = with_dims(latent, roped)
+            found["dims"][f"{latent} {roped}"] = refused((9, 0), selector("fp8", latent + roped))
         if "v41" in versions:
-            config.model_config = SimpleNamespace(hf_text_config=SimpleNamespace(qk_rope_head_dim=64))
+            config.model_config = with_dims(512, 64)
             found["sinks"] = {f"sm_{major}{minor}": with_sinks((major, minor)) for major, minor in CAPABILITIES}
         config.parallel_config.enable_dbo = True
         found["micro-batches"] = refused((9, 0), cases["fp8"])

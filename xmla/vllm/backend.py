@@ -89,8 +89,10 @@ class XmlaSparseBackend(FlashMLASparseBackend):
     @classmethod
     def supports_combination(cls, head_size: int, *_: Any, **__: Any) -> str | None:
         config = get_current_vllm_config()
-        if head_size == PLAIN_V4.dims and config.model_config.hf_text_config.qk_rope_head_dim:
-            return "xmla attends to entries of 512 dims of models without roped dims alone"
+        text = config.model_config.hf_text_config
+        if (text.kv_lora_rank, text.qk_rope_head_dim) not in ((PLAIN.latent, PLAIN.rope), (PLAIN_V4.dims, 0)):
+            dims = f"{text.kv_lora_rank} latent and {text.qk_rope_head_dim} roped dims"
+            return f"xmla attends to entries of 512 latent dims, with 64 roped ones or none, not of {dims}"
         if getattr(config.attention_config, "hisparse_config", None) is not None:
             return "xmla does not read a cache that HiSparse offloads"
         # The second would have a workspace of its own, which nothing reserves.
