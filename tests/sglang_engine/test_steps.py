@@ -416,7 +416,9 @@ def make(sglang: SGLang, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
         for name in ("get_exec", "get_memory", "get_parallel"):
             monkeypatch.setattr(runtime_context, name, lambda: options)
         found = SimpleNamespace(architectures=[architecture], index_topk=2048, **config)
-        sglang.backend.DeepseekSparseAttnBackend(SimpleNamespace(model_config=SimpleNamespace(hf_config=found)))
+        dims = {"kv_lora_rank": LATENT, "qk_rope_head_dim": ENTRY - LATENT} | config
+        model = SimpleNamespace(hf_config=found, **dims)
+        sglang.backend.DeepseekSparseAttnBackend(SimpleNamespace(model_config=model))
 
     return made
 
@@ -448,6 +450,8 @@ def test_every_architecture_with_an_indexer_is_served_or_refused(make: Callable[
         ("context parallelism", {"dcp_size": 2}, {}),
         ("context parallelism", {"attn_cp_size": 2}, {}),
         ("pooled keys of the indexer (index_kpool)", {}, {"index_kpool": 4}),
+        ("entries of 448 latent and 128 roped dims", {}, {"kv_lora_rank": 448, "qk_rope_head_dim": 128}),
+        ("entries of 256 latent and 64 roped dims", {}, {"kv_lora_rank": 256}),
     ],
 )
 def test_what_is_not_served_of_its_layers_is_refused(
@@ -507,6 +511,52 @@ def test_a_prefill_then_parts_of_it_again_then_a_decode(
         layer.step("DECODE", [1, 1, 1])
     missing = unlisted(layer)
     assert not missing, missing[0]
+
+
+def test_a_prefix_that_requests_share(
+    sglang: SGLang, unlisted: Unlisted, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """A page of the radix tree, which the second request's table has too, with 2 new tokens behind it."""
+    monkeypatch.setattr(sys.modules[__name__], "LENGTHS", [70, PAGE + 2, 11])
+    layer = Layer(sglang, True, "flashmla_kv", "flashmla_kv")
+    layer.slots[1, :PAGE] = layer.slots[0, :PAGE]
+    layer.step("EXTEND", [70, 2, 11])
+    layer.step("DECODE", [1, 1, 1])
+    missing = unlisted(layer)
+    assert not missing, missing[0]
+
+
+def test_lengths_of_the_host_that_are_bounds(sglang: SGLang, unlisted: Unlisted) -> None:
+    """With the overlap schedule the host prepares a decode before it knows how many drafts were accepted."""
+    layer = Layer(sglang, True, "flashmla_kv", "flashmla_kv")
+    layer.step("EXTEND", LENGTHS)
+    prepare = layer.prepare
+
+    def ahead(batch: SimpleNamespace) -> None:
+        batch.seq_lens_cpu = batch.seq_lens_cpu + 5
+        batch.seq_lens_sum += 15
+        prepare(batch)
+
+    layer.prepare = ahead
+    layer.step("DECODE", [1, 1, 1])
+    missing = unlisted(layer)
+    assert not missing, missing[0]
+
+
+def test_a_rank_without_requests(sglang: SGLang, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With DP attention it has tokens that pad the step alone: nothing is selected, and no op of xmla's is called."""
+    made = recorded.record(monkeypatch, OPS)
+    layer = Layer(sglang, True, "flashmla_kv", "flashmla_kv")
+    batch, q = layer.batch("IDLE", [0, 0, 0]), layer.normal(2, HEADS, ENTRY)
+    monkeypatch.setattr(sglang.indexer, "_is_cuda", True)
+    monkeypatch.setattr(sglang.indexer, "get_is_capture_mode", lambda: False)
+    monkeypatch.setattr(sglang.indexer, "_broadcast_indexer_topk_from_rank0", lambda chosen: chosen)
+    monkeypatch.setattr(sglang.indexer, "maybe_capture_indexer_topk", lambda layer_id, chosen: chosen)
+    chosen = layer.indexer.forward_cuda(layer.normal(2, 8), None, None, batch, 0)
+    assert chosen.shape == (2, layer.keep) and (chosen == -1).all()
+    attention = SimpleNamespace(layer_id=0, is_cross_attention=False, **HEADS_OF_A_LAYER)
+    assert layer.backend.forward(q, None, None, attention, batch).shape == (2, HEADS * LATENT)
+    assert not made
 
 
 @pytest.mark.parametrize("together", [False, True])

@@ -32,9 +32,11 @@ def unserved(config: Any) -> dict[str, bool]:
 
     parallel, (architecture, *_) = get_parallel(), config.hf_config.architectures
     recorded = "--enable-return-indexer-topk without"
+    dims = config.kv_lora_rank, config.qk_rope_head_dim
     records, threshold = get_exec().features.enable_return_indexer_topk, "DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD"
     return {
         f"the architecture {architecture}": architecture.removesuffix(DRAFTS) not in SERVED,
+        f"entries of {dims[0]} latent and {dims[1]} roped dims": dims not in ((512, 64), (512, 0)),
         # SGLang selects pools by kernels of its own, and attends to them by others than the backends that it names.
         "pooled keys of the indexer (index_kpool)": get_dsa_index_kpool(config.hf_config) > 1,
         "HiSparse": get_memory().enable_hisparse,
