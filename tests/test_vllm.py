@@ -452,6 +452,10 @@ def configured(
 @pytest.mark.parametrize(
     ("config", "told"),
     [
+        (
+            configured({"model_type": "deepseek_v32", "index_topk": 2048, "index_head_dim": 64}),
+            "keys of the indexer of 64 dims",
+        ),
         (configured(GLM, decode_context_parallel_size=2), "decode context parallelism of pooled keys"),
         (configured({"model_type": "deepseek_v41", "index_topk": 512}, indexer_sparse_logits=True),
          "logits of DeepSeek-V4.1's blocks alone (indexer_sparse_logits)"),
@@ -477,6 +481,7 @@ def test_a_configuration_that_is_not_served_is_refused(config: Any, told: str, m
     for model in (*({"model_type": kind, "index_topk": 512} for kind in ("deepseek_v4", "deepseek_v41", "glm")), None):
         refuse(unserved(configured(model)))
     refuse(unserved(configured(GLM)))
+    refuse(unserved(configured({"model_type": "glm", "index_topk": 512, "index_head_dim": 128})))
     for model in ({"model_type": "llama"}, {"model_type": "glm", "index_topk": None, "index_kpool": 4}):
         assert unserved(configured(model, use_ubatching=True)) == {}
     with pytest.raises(UnsupportedError) as raised:

@@ -13,21 +13,20 @@ from xmla import torch_api as xt
 from xmla.vllm import indexer
 from xmla.vllm.contract import Arguments
 from xmla.vllm.gathered import once_a_step, once_with_prefills
-from xmla.vllm.refusals import refuse
+from xmla.vllm.refusals import KEY_DIMS, refuse
 
 ARGUMENTS = Arguments(
     read=frozenset((
-        "k_cache_prefix", "kv_cache", "q_quant", "k", "weights", "topk_tokens", "head_dim", "total_seq_lens",
+        "k_cache_prefix", "kv_cache", "q_quant", "k", "weights", "topk_tokens", "total_seq_lens",
         "topk_indices_buffer", "use_fp4_cache", "gate_score", "compress_ape", "index_kpool", "positions",
         "tail_kv_cache", "tail_prefix", "dcp_world_size",
     )),
     later=frozenset(),
     unread=frozenset((
-        "hidden_states", "q_scale", "quant_block_size", "scale_fmt", "max_pool_len", "skip_k_cache_insert",
-        "topk_backend", "dcp_rank", "cp_kv_cache_interleave_size",
+        "hidden_states", "q_scale", "quant_block_size", "scale_fmt", "head_dim", "max_pool_len",
+        "skip_k_cache_insert", "topk_backend", "dcp_rank", "cp_kv_cache_interleave_size",
     )),
 )  # fmt: skip
-DIM = 128  # of keys, as vLLM's kernels have it
 LEAST_HEADS = 32  # of the indexer: vLLM adds heads of zeros, which DeepGEMM asks for
 
 
@@ -65,7 +64,6 @@ def unserved(call: dict[str, Any]) -> dict[str, bool]:
     return {
         "MXFP4 keys of the indexer": call["use_fp4_cache"],
         "decode context parallelism of pooled keys": call["dcp_world_size"] > 1,
-        f"pooled keys of {call['head_dim']} dims": call["head_dim"] != DIM,
     }
 
 
@@ -74,7 +72,7 @@ def reserve(keys: int, tokens: int, pools: int, pool: int) -> tuple[torch.Tensor
     from vllm.v1.worker.workspace import current_workspace_manager
 
     selections = (((tokens, width), torch.int32) for width in (pools, pools * pool + pool - 1))
-    sizes = *indexer.sizes(keys, DIM), *selections
+    sizes = *indexer.sizes(keys, KEY_DIMS), *selections
     return tuple(current_workspace_manager().get_simultaneous(*sizes))
 
 
@@ -95,9 +93,9 @@ def write(call: dict[str, Any], step: Any, tail: Any) -> None:
         slots = step.slot_mapping[new].long()
         own.kpool_ops.kpool_compress_and_write_cache(
             cache, pools.values(k_new, ring, 0), pools.values(gates_new, ring, 1), ape, slots, pool_size=pool,
-            head_dim=DIM, write_mask=slots >= 0, round_scale=True,
+            head_dim=KEY_DIMS, write_mask=slots >= 0, round_scale=True,
         )  # fmt: skip
-        own.kpool_ops.kpool_seed_tail_cache(ring, k_new, gates_new, rings_new, pool, DIM)
+        own.kpool_ops.kpool_seed_tail_cache(ring, k_new, gates_new, rings_new, pool, KEY_DIMS)
     if first:
         decode, count = step.decode, step.num_decodes
         most = decode.write_max_decode_len  # tokens of a request
@@ -109,7 +107,7 @@ def write(call: dict[str, Any], step: Any, tail: Any) -> None:
             grouped = [own._scatter_decode_tokens_by_request(x, -1, count, most, places) for x in values]
         rings, k, gates, slots, positions = grouped
         own.kpool_ops.kpool_decode_update_and_maybe_write_cache_batched(
-            cache, ring, rings, k, gates, ape, slots, positions, pool, DIM, round_scale=True
+            cache, ring, rings, k, gates, ape, slots, positions, pool, KEY_DIMS, round_scale=True
         )
 
 
@@ -137,5 +135,5 @@ class Pools:
         return cls(within, inside[..., None], request.clamp(min=0)[:, None], places)
 
     def values(self, values: torch.Tensor, ring: torch.Tensor, half: int) -> torch.Tensor:
-        """Values of each pool [n, pool, DIM], from those of the prefills' tokens and from a `half` of the ring."""
+        """Values of each pool [n, pool, KEY_DIMS], from those of the prefills' tokens and from a `half` of the ring."""
         return torch.where(self.inside, values[self.tokens], ring[self.rings, half, self.places])

@@ -19,6 +19,7 @@ SERVED = frozenset((
     "MistralLarge3ForCausalLM", "HYV4ForCausalLM", "DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration",
     "DeepseekV41ForCausalLM", "Glm5NextForCausalLM", "Glm5NextForConditionalGeneration",
 ))  # fmt: skip
+KEY_DIMS = 128  # of the indexer's keys, which share a scale
 
 
 def refuse(reasons: Mapping[str, bool]) -> None:
@@ -37,10 +38,13 @@ def unserved(config: Any) -> dict[str, bool]:
     if not has_indexer(config):
         return {}
     invariant, architecture = is_batch_invariant(), config.model_config.architecture
+    dims = getattr(model, "index_head_dim", KEY_DIMS)
     fp4, named = has_fp4_entries(config), getattr(attention.backend, "name", "CUSTOM")
     return {
         # Its layers may take attention of their own beside xmla's indexer, as Dots3-Note's do.
         f"the architecture {architecture}": architecture not in SERVED,
+        # vLLM quantises so many together, in an assertion of the first step.
+        f"keys of the indexer of {dims} dims": dims != KEY_DIMS,
         # The other node may have vLLM's own kernels, and a store what these wrote: vLLM compares backends' names alone.
         # Where its keys have scales of their own, so have its entries.
         "kv_transfer_config of DeepSeek-V4.1 on this GPU, where vLLM's own kernels store entries of 528 bytes and "
