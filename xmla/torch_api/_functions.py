@@ -1828,9 +1828,9 @@ def sparse_mla(
         lse: [T, H] float32.
 
     Raises:
-        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; ROW is 528, 368 or 288 bytes and no format is
-            named; one of extra_cache and extra_slots, or of cos_sin and positions, is given without the other. Or
-            rows or extra_rows stand beside no packed entries.
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; one of extra_cache and extra_slots, or of
+            cos_sin and positions, is given without the other. Or ROW is 528, 368 or 288 bytes and no format is named,
+            or rows or extra_rows stand beside no packed entries.
         UnsupportedError: H > 128.
 
     Plans of compute capability 9.0 and 12.0 dequantise V3.2, V4 and "nvfp4" entries first if they are referenced 32
