@@ -520,22 +520,31 @@ def test_entries_of_fp4_are_served_since_a_release(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.usefixtures("hopper")
 def test_the_same_bits_in_any_batch_are_refused_where_they_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step's prefills take dense attention by the longest of them, and V4 has kernels around xmla's."""
+    """A step's prefills take dense attention by the longest of them; of some models vLLM computes parts by the step."""
     dense, sparse = ({"sparse_mla_force_mqa": force} for force in (False, True))
-    v4 = {"model_type": "deepseek_v4", "index_topk": 512}
+    v4, v41 = ({"model_type": f"deepseek_{name}", "index_topk": 512} for name in ("v4", "v41"))
     for off in ("0", ""):
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", off)
-        refuse(unserved(configured(v4, **dense)))
+        refuse(unserved(configured(v41, **dense)))
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    refuse(unserved(configured(**sparse)))
+    monkeypatch.setattr(refusals, "version", lambda _: "0.33.0")
+    for config in (
+        configured(**sparse),
+        configured(v4, **dense),
+        configured(architecture="HYV4ForCausalLM", **sparse),
+    ):
+        refuse(unserved(config))
     for config, told in (
         (configured(**dense), " without sparse_mla_force_mqa"),
-        (configured(v4, **sparse), " of DeepSeek-V4"),
-        (configured(GLM, **sparse), " of GLM-5.3-Flash"),
-        (configured(architecture="HYV4ForCausalLM", **sparse), " of Hy4"),
+        (configured(v4, moe_backend="deep_gemm_mega_moe", **dense), " with moe_backend=deep_gemm_mega_moe"),
+        (configured(v41, **sparse), " of DeepSeek-V4.1, whose last layers vLLM computes for .*"),
+        (configured(GLM, **sparse), " of GLM-5.3-Flash, whose linear attention vLLM has not in this mode"),
     ):
         with pytest.raises(UnsupportedError, match=f"not served: VLLM_BATCH_INVARIANT=1{told};"):
             refuse(unserved(config))
+    monkeypatch.setattr(refusals, "version", lambda _: "0.32.1")
+    with pytest.raises(UnsupportedError, match=r"not served: VLLM_BATCH_INVARIANT=1 before vLLM 0\.33;"):
+        refuse(unserved(configured(**sparse)))
 
 
 def test_pooled_keys_are_refused_where_vllm_cannot_write_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -812,7 +821,7 @@ def test_warmup_of_attention(heads: int, invariant: bool, page: int, sinks: bool
     for extra, held, slots in ((entries, widths, 128), (None, (0,), 128), (None, (0,), of_drafter)):
         layer = SimpleNamespace(
             padded_heads=heads, window_slots=slots, scale=0.1, compress_ratio=128, entry_widths=lambda held=held: held,
-            gathers=impl.gathers, formats=(V4, V4),
+            gathers=impl.gathers, formats=(V4, V4), invariant=invariant,
         )  # fmt: skip
         found = specializations(warmup.attend_calls_v4(layer, window, extra, SIZES, device), device)
 
@@ -825,7 +834,7 @@ def test_warmup_of_attention(heads: int, invariant: bool, page: int, sinks: bool
             specs["sink"] = Spec((heads,), "float32")
             if extra is not None:
                 specs["extra_lengths"] = specs["lengths"]
-            return Call("sparse_mla", specs, {"softmax_scale": 0.1})
+            return Call("sparse_mla", specs, {"softmax_scale": 0.1, "batch_invariant": invariant})
 
         missing = unlisted(device, found, attend_v4)
         assert not missing, missing[0]

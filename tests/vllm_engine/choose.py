@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, get_args
+from unittest.mock import MagicMock
 
 import torch
 from packaging.version import Version
@@ -276,7 +277,19 @@ def kernels_by_tokens() -> list[Any]:
     layer = DeepSeekV2FusedQkvAProjLinear.__new__(DeepSeekV2FusedQkvAProjLinear)
     torch.nn.Module.__init__(layer)
     layer._use_min_latency_gemm = True  # as for weights of V3.2 in bfloat16
-    return [layer._use_min_latency_gemm, fused_allreduce_rms_norm._can_use_flashinfer(torch.empty(1, 8), 8)]
+    chosen = [layer._use_min_latency_gemm, fused_allreduce_rms_norm._can_use_flashinfer(torch.empty(1, 8), 8)]
+    sys.modules["vllm.tilelang_utils"] = MagicMock()  # of a package that this environment does without
+    patches.apply_all(patches.V4_INVARIANCE_PATCHES, version("vllm"))
+    from vllm.model_executor.kernels.mhc import tilelang_kernels as mhc
+    from vllm.models.deepseek_v4 import compressor, sparse_mla
+
+    few = [mhc.compute_num_split(64, 28672, 1), mhc.mhc_fused_post_pre_split_config(1, 7168, 4)]
+    memory = [torch.empty(8, 256, dtype=torch.int32), torch.empty(8, dtype=torch.int32)]
+    positions = torch.arange(0)  # no token: what is built has its width alone
+    slots, _, local = sparse_mla.build_c128a_topk_metadata(
+        positions, 128, 0, positions, memory[0], 2, positions, *memory, memory[0], max_compressed_tokens=128
+    )
+    return [*chosen, *few, slots.shape[1], local.shape[1], compressor.CompressorBackend.supports_batch_invariance()]
 
 
 def choose() -> None:

@@ -99,6 +99,9 @@ def make_worker() -> type:
         from vllm.model_executor.determinism import batch_invariant
 
         batch_invariant.bmm_batch_invariant = batch_invariant.bmm_out_batch_invariant = exact_bmm
+        library = torch.library.Library("aten", "IMPL")
+        library.impl("mm", product, "CPU")  # of stand-ins
+        LIBRARIES.append(library)
     block_table.BlockTables.compute_slot_mappings = slots_of_rank(block_table.BlockTables.compute_slot_mappings)
 
     recording.record_in(CPUWorker)

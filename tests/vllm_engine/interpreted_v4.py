@@ -1,12 +1,15 @@
 """What vLLM's DeepSeek-V4 calls of kernels for CUDA, in torch or by vLLM's own Triton kernels for other devices."""
 
+import sys
 from importlib.metadata import version
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 from packaging.version import Version
 
 from benchmarks.engines.vllm import replaced_v4
+from xmla.vllm.refusals import is_batch_invariant
 
 Tensor = torch.Tensor
 FUSED_INSERT = (
@@ -34,6 +37,8 @@ def install() -> None:
     from vllm.models.deepseek_v4 import attention
     from vllm.models.deepseek_v4.nvidia import model, mtp
 
+    from xmla.vllm import patches
+
     replaced_v4.install()
     _custom_ops.fused_indexer_q_rope_quant_cpu = quantize_queries  # 0.33 has one for CPUs
     torch.cuda.is_current_stream_capturing = lambda: False
@@ -48,6 +53,9 @@ def install() -> None:
     attention.DeepseekV4Attention.attn_gemm_parallel_execute = input_projections  # 0.26's name of it
     attention.execute_in_parallel = lambda first, others, *_, **__: (first(), [other() for other in others])
     attention.maybe_execute_in_parallel = lambda first, second, *_: (first(), second())
+    if is_batch_invariant():
+        sys.modules["vllm.tilelang_utils"] = MagicMock()  # of kernels that `replaced_v4` replaces
+        patches.apply_all(patches.V4_INVARIANCE_PATCHES, version("vllm"))
 
 
 def input_projections(self: Any, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:

@@ -150,9 +150,9 @@ def serve(
         load_general_plugins()
     if invariant:
         from xmla.core.models import memory
-        from xmla.vllm import backend
 
-        memory.scratch_v32, backend.invariant_scratch = lambda *_, **__: 26 << 10, lambda *_: 1 << 10
+        memory.scratch_v32 = memory.scratch_v4 = lambda *_, **__: 26 << 10
+        memory.invariant_scratch = lambda *_: 1 << 10
     if gather:
         from xmla.core.models import memory
         from xmla.vllm import gathered

@@ -361,6 +361,20 @@ def test_the_same_bits_in_any_batch(kernels: dict[str, Any], serve: Callable[...
         assert beside["logprobs"] == alone["logprobs"]
 
 
+@pytest.mark.skipif(OLD, reason="newer than 0.26")
+@pytest.mark.parametrize("name", ["v4", "hy"])
+def test_the_same_bits_of_other_models_in_any_batch(
+    name: str, serve: Callable[..., Any], models: dict[str, Path]
+) -> None:
+    """As of V3.2: over a window and both kinds of compressed entries, and of heads with sinks."""
+    alone = serve("--invariant", "--alone", model=models[name])
+    assert alone["invariant"] == [True] and alone["cached"] == 0
+    for options in ((), ("--drafts", "1")) if name == "v4" else ((),):
+        beside = serve("--invariant", *options, model=models[name])
+        assert beside["invariant"] == [True] and beside["cached"] > 0
+        assert beside["logprobs"] == alone["logprobs"] and beside["tokens"] == alone["tokens"]
+
+
 def recorded(served: dict[str, Any]) -> dict[tuple[str, int], np.ndarray]:
     """What layers selected in requests, by the request's name and the layer's number."""
     return {(file.parent.name, int(file.stem)): np.load(file) for file in sorted(served["folder"].glob("*/*.npy"))}
@@ -649,7 +663,8 @@ def test_where_vllm_takes_it(run: Callable[..., Any]) -> None:
     without = "without xmla in VLLM_PLUGINS vLLM serves with its own kernels"
     images = {"v4": ", images of DeepSeek-V4", "v41": ""}
     assert refused["unserved"] == {each: f"xmla.vllm: not served: {told}{images[each]}; {without}" for each in versions}
-    assert OLD or refused["invariant"] == [False, [False, 0]]
+    # The last three are V4's: widths of slots of all entries, twice, and its compressors' backend.
+    assert OLD or refused["invariant"] == [False, [False, 0], 1, None, 256, 256, True]
     assert OLD or refused["sinks"] == dict.fromkeys(ARCHITECTURES, "XmlaSparseBackend")
     check_architectures(refused["architectures"])
     blackwell = {} if OLD else {name: ["DeepseekV41ForCausalLM"] for name in ("sm_100", "sm_103")}
@@ -717,7 +732,9 @@ def test_steps_by_the_metadata_of_newer_releases(run: Callable[..., Any]) -> Non
 
 
 def test_every_change_is_told_with_what_would_remove_it(run: Callable[..., Any]) -> None:
-    every = " + ".join(f"patches.{kind}PATCHES" for kind in ("", "POOL_", "FP4_", "INVARIANCE_", "E4M3_"))
+    every = " + ".join(
+        f"patches.{kind}PATCHES" for kind in ("", "POOL_", "FP4_", "INVARIANCE_", "V4_INVARIANCE_", "E4M3_")
+    )
     done = run("", "-c", f"from xmla.vllm import patches; print(*(patch.name for patch in {every}))")
     assert done.returncode == 0, done.stderr[-3000:]
     names = done.stdout.splitlines()[-1].split()

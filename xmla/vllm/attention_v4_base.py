@@ -21,12 +21,12 @@ from vllm.v1.worker.workspace import current_workspace_manager
 from xmla import torch_api as xt
 from xmla.core.formats.mla import V4, V41, V41_FP4, VALUE_DIMS, MlaLayout
 from xmla.core.models import memory
-from xmla.core.values import MIN_E4M3_ARCH
+from xmla.core.values import MIN_E4M3_ARCH, Device
 from xmla.torch_api._arrays import device_of
 from xmla.vllm.contract import SINCE_033
 from xmla.vllm.gathered import Gathered, Pages, once_a_step, rows_are_faster
 from xmla.vllm.projection import keep_plain, project
-from xmla.vllm.refusals import refuse
+from xmla.vllm.refusals import is_batch_invariant, refuse
 
 log = init_logger("vllm.xmla")
 REPLACED = "indexer logits and top-k, slots, sparse MLA of prefill and decode over both caches"
@@ -59,12 +59,20 @@ def make_window_backend(backend: Any) -> type:
             """Most tokens of a request in a graph of decodes, which takes of each as many as the device says."""
             return 1 + vllm_config.num_speculative_tokens
 
-    class XmlaWindowBackend(backend):
+    class XmlaWindowBackend(InvariantBackend, backend):
         @staticmethod
         def get_builder_cls() -> type:
             return XmlaWindowBuilder
 
     return XmlaWindowBackend
+
+
+class InvariantBackend:
+    """What of these layers' backends is another than vLLM's own say: VLLM_BATCH_INVARIANT=1 is served."""
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
 
 
 class Workspace(NamedTuple):
@@ -140,6 +148,8 @@ class V4AttentionBase:
             "DSpark before vLLM 0.33": old and drafts is not None and drafts.use_dspark(),
             "two micro-batches at once": parallel.use_ubatching,
             "decode context parallelism of DeepSeek-V4": parallel.decode_context_parallel_size > 1,
+            # For the compressors' product, of float32 from bfloat16, vLLM has no kernel of this mode there.
+            f"VLLM_BATCH_INVARIANT=1 of DeepSeek-V4 on sm_{arch}": is_batch_invariant() and arch < 90,
         }
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -151,13 +161,25 @@ class V4AttentionBase:
         log.info_once(f"DeepSeek sparse attention runs on xmla: {REPLACED}. vLLM's own remain: {LEFT}")
         tokens, widths = self.max_num_batched_tokens, self.entry_widths()
         self.max_entry_slots = max(widths)
-        self.gathers, device = rows_are_faster(self.padded_heads), device_of(self.attn_sink.device)
+        # Whether a step gathers depends on all of its requests.
+        self.invariant, device = is_batch_invariant(), device_of(self.attn_sink.device)
+        self.gathers = rows_are_faster(self.padded_heads) and not self.invariant
         self.window_slots = window_slots(args[0], self.window_size)
         self.reserved = memory.scratch_v4(
             self.padded_heads, self.window_slots, widths, tokens, device, self.most_rows(tokens) if self.gathers else 0,
             self.formats,
         )  # fmt: skip
+        self.at_once = tokens
+        if self.invariant:
+            self.reserved, self.at_once = memory.divide(self.reserved, self.a_token(device), tokens)
         self.workspace(tokens)
+
+    def a_token(self, device: Device) -> int:
+        """Bytes that a token's splits take with the same bits in any batch."""
+        (first, second), heads, pages = self.formats, self.padded_heads, memory.LARGE_POOL
+        widths = self.entry_widths()
+        calls = [memory.attention(first, heads, self.window_slots, 1, pages, width, second) for width in widths]
+        return memory.invariant_scratch(calls, device)
 
     def most_rows(self, tokens: int) -> int:
         """Entries that prefills of so many tokens gather, at most."""
@@ -219,10 +241,15 @@ class V4AttentionBase:
             entry_format = None
         else:
             extra = self.entry_cache(), *self.map_entries(compressed, part, decodes, space.slots, space.counts)
-        xt.sparse_mla(
-            q[part], self.swa_cache_layer.kv_cache, slots, counts, self.attn_sink, *extra, softmax_scale=self.scale,
-            out=(output[part], space.lse), workspace=space.scratch, **memory.format_names(window_format, entry_format),
-        )  # fmt: skip
+        named = memory.format_names(window_format, entry_format)
+        for begin in range(0, len(counts), self.at_once):
+            rows = slice(begin, begin + self.at_once)
+            of_rows = (None if each is None else each[rows] for each in extra[1:])
+            xt.sparse_mla(
+                q[part][rows], self.swa_cache_layer.kv_cache, slots[rows], counts[rows], self.attn_sink, extra[0],
+                *of_rows, softmax_scale=self.scale, batch_invariant=self.invariant,
+                out=(output[part][rows], space.lse[rows]), workspace=space.scratch, **named,
+            )  # fmt: skip
 
     def map_entries(
         self, compressed: Any, part: slice, decodes: bool, slots: torch.Tensor, counts: torch.Tensor

@@ -5,7 +5,7 @@ prefills' entries are gathered first. Under decode context parallelism each rank
 that it has, with the heads of all ranks, and vLLM merges.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import batched
@@ -27,10 +27,9 @@ from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
 from vllm.v1.worker.workspace import current_workspace_manager
 
 from xmla import torch_api as xt
-from xmla.core.call import ALIGNED, whole_vectors
 from xmla.core.formats.mla import NVFP4, PLAIN, PLAIN_V4, V32, VALUE_DIMS, MlaLayout
 from xmla.core.models import memory
-from xmla.core.values import KNOWN_DEVICES, MIN_E4M3_ARCH, Device
+from xmla.core.values import KNOWN_DEVICES, MIN_E4M3_ARCH
 from xmla.torch_api._arrays import device_of
 from xmla.vllm import fp4
 from xmla.vllm.contract import SINCE_033
@@ -200,9 +199,10 @@ class XmlaSparseImpl(SparseMLACommonImpl[XmlaSparseMetadata]):
         self.compact = self.dcp_world_size > 1 or pool_size(config) > 1
         self.reserved = memory.scratch_v32(self.query_heads, keys, tokens, device, self.gathers, self.layouts)
         self.at_once = tokens
-        if self.invariant and (a_token := invariant_scratch(self.layouts, self.query_heads, keys, device)):
-            self.reserved = max(self.reserved, ALIGNED * a_token)
-            self.at_once = whole_vectors(self.reserved // a_token)
+        if self.invariant:
+            of_token = [memory.attention(each, self.query_heads, keys, 1, memory.LARGE_POOL) for each in self.layouts]
+            a_token = memory.invariant_scratch(of_token, device)
+            self.reserved, self.at_once = memory.divide(self.reserved, a_token, tokens)
         self.workspace(tokens, 1)
 
     def workspace(self, *tokens: int) -> Workspace:
@@ -311,13 +311,6 @@ def groups_of(selected: torch.Tensor) -> Any:
         most = index_group.get_sparse_mla_index_group_max_rows(get_current_vllm_config())
         GROUPS[selected] = index_group.SparseMLAIndexGroupBuilder(selected, most)
     return GROUPS[selected]
-
-
-def invariant_scratch(layouts: tuple[MlaLayout, ...], heads: int, keys: int, device: Device) -> int:
-    """Bytes that a token's splits take with batch_invariant, which divides the keys of any number of tokens alike."""
-    calls = (memory.attention(layout, heads, keys, 1, memory.LARGE_POOL) for layout in layouts)
-    plans = (replace(call, attrs={**call.attrs, "batch_invariant": True}).plan(device) for call in calls)
-    return max(plan.workspace_bytes for plan in plans)
 
 
 def concat_query(latent: torch.Tensor, rope: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,9 @@ from xmla.vllm.refusals import has_e4m3, has_fp4_entries, has_indexer, is_batch_
 
 BACKEND = "xmla.vllm.backend.XmlaSparseBackend"
 INDEXER = "vllm.model_executor.layers.sparse_attn_indexer"
-V4_MODEL = "vllm.models.deepseek_v4.nvidia.model"
+V4 = "vllm.models.deepseek_v4"
+V4_MODEL = f"{V4}.nvidia.model"
+MHC = "vllm.model_executor.kernels.mhc.tilelang_kernels"
 V41 = "vllm.models.deepseek_v41"
 GLM = "vllm.models.glm5next.nvidia"
 V3_LAYERS = "vllm.model_executor.models.deepseek_v2"
@@ -95,7 +97,7 @@ def op_by_keywords(module: Any) -> Callable[[Any], Any]:
 
 
 def mark_invariant(backend: Any) -> Any:
-    """The indexer's backend, served with VLLM_BATCH_INVARIANT=1; those of V4, which derive, are refused before."""
+    """A backend that is served with VLLM_BATCH_INVARIANT=1, with those that derive from it."""
     backend.supports_batch_invariance = classmethod(lambda _: True)
     return backend
 
@@ -115,6 +117,16 @@ def force_one_gemm(layer: type) -> type:
     """A layer's product by the same kernel for any number of tokens; the layer sets what is read-only here."""
     layer._use_min_latency_gemm = property(lambda _: False, lambda *_: None)
     return layer
+
+
+def take_widest(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Slots of V4's entries of 128 tokens as wide as their memory, not as the longest request of a step."""
+
+    def build_c128a_topk_metadata(*args: Any, max_compressed_tokens: int, **kwargs: Any) -> Any:
+        memory = inspect.signature(build).bind(*args, **kwargs).arguments["prefill_buffer"]
+        return build(*args, **kwargs, max_compressed_tokens=memory.shape[1])
+
+    return build_c128a_topk_metadata
 
 
 def without_deep_gemm(outputs: Callable[..., Any]) -> Callable[..., Any]:
@@ -142,6 +154,8 @@ def change_worker(worker: type) -> type:
             apply_all(FP4_PATCHES, version("vllm"))
         if has_indexer(config) and is_batch_invariant():
             apply_all(INVARIANCE_PATCHES, version("vllm"))
+            if config.model_config.hf_text_config.model_type == "deepseek_v4":
+                apply_all(V4_INVARIANCE_PATCHES, version("vllm"))
 
     warmup.warm_up_in(worker, prepare)
     recording.record_in(worker)
@@ -213,6 +227,14 @@ INVARIANCE_PATCHES = (
     Patch(V3_LAYERS, "DeepSeekV2FusedQkvAProjLinear", force_one_gemm, SINCE_033),
     # FlashInfer adds ranks' parts and computes the norm in one, of as many tokens as its buffer holds.
     Patch("vllm.models.common.ops.fused_allreduce_rms_norm", "_can_use_flashinfer", always((False, 0)), SINCE_033),
+)
+# The same of DeepSeek-V4, whose modules import packages that other models do without.
+V4_INVARIANCE_PATCHES = (
+    Patch(f"{V4}.compressor", "CompressorBackend", mark_invariant, SINCE_033),
+    Patch(f"{V4}.sparse_mla", "build_c128a_topk_metadata", take_widest, SINCE_033),
+    # The product before mHC is divided into sums by the number of tokens, and for few of them made with what is before.
+    Patch(MHC, "compute_num_split", always(1), SINCE_033),
+    Patch(MHC, "_FUSED_POST_PRE_MAX_TOKENS", lambda _: 0, SINCE_033),
 )
 # Where the GPU has no e4m3, vLLM's functions that quantise to it: Triton refuses their kernels there.
 E4M3_PATCHES = (

@@ -74,12 +74,19 @@ def unserved(config: Any) -> dict[str, bool]:
         or getattr(attention, "use_fp4_indexer_cache", False),
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
         "two micro-batches at once": parallel.use_ubatching,
-        # Whether a step's prefills take vLLM's dense attention depends on the longest.
-        "VLLM_BATCH_INVARIANT=1 without sparse_mla_force_mqa": invariant and not attention.sparse_mla_force_mqa,
-        # Nobody has looked at the bits of their compressors, nor of the kernels around them.
-        "VLLM_BATCH_INVARIANT=1 of DeepSeek-V4": invariant and model.model_type.startswith("deepseek_v4"),
-        "VLLM_BATCH_INVARIANT=1 of GLM-5.3-Flash": invariant and pool_size(config) > 1,
-        "VLLM_BATCH_INVARIANT=1 of Hy4": invariant and architecture == "HYV4ForCausalLM",
+        # Whether a step's prefills take vLLM's dense attention depends on the longest. V4 has none.
+        "VLLM_BATCH_INVARIANT=1 without sparse_mla_force_mqa": invariant
+        and not attention.sparse_mla_force_mqa
+        and model.model_type != "deepseek_v4",
+        "VLLM_BATCH_INVARIANT=1 before vLLM 0.33": invariant and Version(version("vllm")) < Version("0.33"),
+        # Its gate takes another kernel for up to 16 tokens, and nobody has looked at the bits of its experts.
+        "VLLM_BATCH_INVARIANT=1 with moe_backend=deep_gemm_mega_moe": invariant
+        and getattr(config.kernel_config, "moe_backend", "") == "deep_gemm_mega_moe",
+        # Windows of these layers, and after a cached prefix those of all, begin where the computed tokens do.
+        "VLLM_BATCH_INVARIANT=1 of DeepSeek-V4.1, whose last layers vLLM computes for the last tokens of a step's "
+        "requests alone": invariant and model.model_type == "deepseek_v41",
+        "VLLM_BATCH_INVARIANT=1 of GLM-5.3-Flash, whose linear attention vLLM has not in this mode": invariant
+        and pool_size(config) > 1,
         # vLLM's writers of them are not among what `without_e4m3` replaces.
         "pooled keys on a GPU without e4m3": pool_size(config) > 1 and not has_e4m3(),
     } | unrecorded(config)

@@ -206,7 +206,8 @@ def attend_calls(impl: Any, cache: Spec, sizes: Sizes, device: Device) -> Iterat
 
 def attend_calls_v4(layer: Any, window: Spec, cache: Spec | None, sizes: Sizes, device: Device) -> Iterator[Call]:
     """Calls of `attention_v4_base`, over the window's cache and that of compressed entries, and over rows of both."""
-    sink, scale = {"sink": Spec((layer.padded_heads,), "float32")}, {"softmax_scale": layer.scale}
+    sink = {"sink": Spec((layer.padded_heads,), "float32")}
+    attrs = {"softmax_scale": layer.scale, "batch_invariant": layer.invariant}
     names = memory.format_names(layer.formats[0], None if cache is None else layer.formats[1])
     pools: list[tuple[Spec, Spec | None, dict[str, Any]]] = [(window, cache, names)]
     if layer.gathers:
@@ -223,7 +224,7 @@ def attend_calls_v4(layer: Any, window: Spec, cache: Spec | None, sizes: Sizes, 
         called = memory.arguments(q, first, layer.window_slots, second, width) | sink
         if second is not None:
             called["extra_lengths"] = called["lengths"]
-        yield Call("sparse_mla", called, scale | named)
+        yield Call("sparse_mla", called, attrs | named)
     if cache is not None:
         for width in layer.entry_widths():
             yield map_call(width, cache.shape[1]).with_unaligned()

@@ -1,9 +1,11 @@
 """Scratch memory of `sparse_mla` that engines' plugins reserve at start: the most that the calls of any step need."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from xmla.core.call import ALIGNED, whole_vectors
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32, MlaLayout
 from xmla.core.models.base import Call
 from xmla.core.models.steps import SPLIT_TOKENS
@@ -98,3 +100,20 @@ def scratch_v4(
         return (attention(first, heads, window, tokens, pages, n, second) for first, second in packed for n in widths)
 
     return max_workspace_bytes(calls, window, tokens, device, rows * PLAIN_V4.dims * 2)
+
+
+def invariant_scratch(calls: Iterable[Call], device: Device) -> int:
+    """Bytes that the splits of one token take with batch_invariant, in the largest of these calls for a token."""
+    plans = (replace(call, attrs={**call.attrs, "batch_invariant": True}).plan(device) for call in calls)
+    return max(plan.workspace_bytes for plan in plans)
+
+
+def divide(reserved: int, a_token: int, tokens: int) -> tuple[int, int]:
+    """Bytes of memory, at least those `reserved`, and the tokens of a call for which they are.
+
+    With batch_invariant each token has as many splits, of `a_token` bytes, however many tokens there are.
+    """
+    if not a_token:
+        return reserved, tokens
+    reserved = max(reserved, ALIGNED * a_token)
+    return reserved, whole_vectors(reserved // a_token)
