@@ -80,8 +80,8 @@ build/maxtext/%/ready: tests/maxtext_layer/requirements.txt $(READY)
 	$(PYTHON) -m pip install --quiet --no-deps --target build/maxtext/$* maxtext==$* --requirement $<
 	touch $@
 
-# Layers of NeMo AutoModel, forward and backward, by its code and by the adapters, and verl's configuration of a model,
-# in the interpreter (300 MB).
+# Layers of NeMo AutoModel and models of torchtitan, forward and backward, by their code and by the adapters, and verl's
+# configuration of a model, in the interpreter (300 MB).
 trainers: build/trainers/ready
 	$(ENV) PYTHONPATH=build/trainers $(PYTHON) -m pytest tests/trainers
 

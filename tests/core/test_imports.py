@@ -197,7 +197,7 @@ def test_no_other_file_knows_an_op_by_name() -> None:
 
 
 # Peers, engines and trainers, which only their own environments have.
-ELSEWHERE = {"jla", "nemo_automodel", "playwright", "sglang", "tokamax", "verl", "vllm", "xtuner"}
+ELSEWHERE = {"jla", "nemo_automodel", "playwright", "sglang", "tokamax", "torchtitan", "verl", "vllm", "xtuner"}
 
 
 def test_programs_that_seldom_run_import_what_is_there() -> None:
