@@ -33,6 +33,11 @@ class Noted:
         rows = torch.nn.functional.pad(result, (0, TOPK - result.shape[-1]), value=-1)
         self.layers.setdefault(indexer.layer_idx, []).append(rows)
 
+    def drop(self, tokens: int) -> None:
+        """Forget the last tokens of the last pass."""
+        for rows in self.layers.values():
+            rows[-1] = rows[-1][:, :-tokens]
+
     def taken(self) -> dict[int, torch.Tensor]:
         made = {layer: torch.cat(rows, 1) for layer, rows in self.layers.items()}
         self.layers.clear()
@@ -217,17 +222,25 @@ def exact(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_log_probabilities_are_those_of_the_rollout(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit: four layers, a prompt in chunks, tokens one by one, and another batch in the trainer's one pass."""
+    """Bit for bit: four layers, a prompt in chunks, tokens alone or drafted, and another batch in the trainer's pass.
+
+    Of the second sequence two drafted tokens are verified at a time, behind which a third is rejected.
+    """
     shared = {"num_hidden_layers": 4, "indexer_types": ["full", "shared"] * 2, "mlp_layer_types": ["dense"] * 4}
     model, tokens = build("glm_moe_dsa", device, **shared), text(device)
     exact(model, monkeypatch)
     noted, rollouts, layers = Noted(model), [], []
     with monkeypatch.context() as engine, torch.no_grad():  # a rollout that is to have its bits in any batch
         engine.setattr(attention.xt, "sparse_mla", partial(xt.sparse_mla, batch_invariant=True))
-        for sequence, steps in enumerate(((23, 11, *[1] * 7), (9, 9, 9, *[1] * 14))):
+        for sequence, steps in enumerate(((23, 11, *[1] * 7), (9, 9, 9, *[2] * 7))):
             cache, logits, first = LatentCache(model.config), [], 0
             for count in steps:
-                logits.append(model(tokens[sequence, None, first : first + count], cache=cache).logits)
+                fed = tokens[sequence, None, first : first + count]
+                rejected = torch.where(fed[:, -1:] == 2, 3, 2)[:, : int(count == 2)]
+                logits.append(model(torch.cat([fed, rejected], 1), cache=cache).logits[:, :count])
+                if count == 2:
+                    cache.crop(-1)
+                    noted.drop(1)
                 first += count
             rollouts.append(torch.cat(logits, 1))
             layers.append(noted.taken())
