@@ -634,6 +634,22 @@ def test_scratch_memory_of_many_tokens_with_a_million_keys(device: Any) -> None:
     assert not any(needed for (count, _), needed in found.items() if count > memory.SPLIT_TOKENS)
 
 
+@PLANNED
+@pytest.mark.parametrize(("keys", "width"), [(128, 8192), (128, 512), (2048, 0), (128, 0)])
+def test_scratch_memory_of_the_same_bits_in_any_batch(keys: int, width: int, device: Any) -> None:
+    """Each token has as many splits however many there are, so that a call has as many tokens as the memory is for."""
+    layout, least, tokens = (V4 if width or keys == 128 else V32), 1 << 24, 4096
+
+    def attend(count: int) -> Any:
+        call = memory.attention(layout, 64, keys, count, memory.LARGE_POOL, width)
+        return replace(call, attrs={**call.attrs, "batch_invariant": True})
+
+    reserved, at_once = memory.divide(least, memory.invariant_scratch([attend(1)], device), tokens)
+    assert reserved >= least and 0 < at_once <= tokens and (at_once == tokens or at_once % 4 == 0)
+    assert attend(at_once).plan(device).workspace_bytes <= reserved
+    assert (at_once == tokens) == (keys + width <= 512)
+
+
 def test_rows_are_gathered_where_the_op_unpacks_pools() -> None:
     assert memory.MIN_REFERENCES == unpack.MIN_REFERENCES
 

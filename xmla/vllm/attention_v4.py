@@ -6,20 +6,15 @@ import torch
 from vllm.models.deepseek_v4.nvidia import flashmla
 from vllm.v1.attention.backends.mla import sparse_swa
 
-from xmla.vllm.attention_v4_base import InvariantBackend, V4AttentionBase, make_window_backend
+from xmla.vllm.attention_v4_base import V4AttentionBase, make_window_backend
 from xmla.vllm.refusals import is_batch_invariant
 
 # FlashMLA has a backend of its own for the window in 0.33, and that of other kernels in 0.26.
 WindowBackend: Any = getattr(flashmla, "DeepseekSparseSWAFlashMLABackend", sparse_swa.DeepseekSparseSWABackend)
 
 
-class EntriesBackend(InvariantBackend, flashmla.DeepseekV4FlashMLAAttention.backend_cls):
-    """vLLM's backend of the compressed entries."""
-
-
 class XmlaV4Attention(V4AttentionBase, flashmla.DeepseekV4FlashMLAAttention):
     window_backend: ClassVar = make_window_backend(WindowBackend)
-    backend_cls: ClassVar = EntriesBackend
 
     @classmethod
     def unserved(cls, vllm_config: Any) -> dict[str, bool]:

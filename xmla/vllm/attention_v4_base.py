@@ -6,6 +6,7 @@ an instance of a class of vLLM, which `attention_v4` and `attention_v41` derive 
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from typing import Any, ClassVar, NamedTuple
 
@@ -59,7 +60,7 @@ def make_window_backend(backend: Any) -> type:
             """Most tokens of a request in a graph of decodes, which takes of each as many as the device says."""
             return 1 + vllm_config.num_speculative_tokens
 
-    class XmlaWindowBackend(InvariantBackend, backend):
+    class XmlaWindowBackend(backend):
         @staticmethod
         def get_builder_cls() -> type:
             return XmlaWindowBuilder
@@ -67,12 +68,10 @@ def make_window_backend(backend: Any) -> type:
     return XmlaWindowBackend
 
 
-class InvariantBackend:
-    """What of these layers' backends is another than vLLM's own say: VLLM_BATCH_INVARIANT=1 is served."""
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return True
+@cache
+def served_in_any_batch(backend: type) -> type:
+    """A backend of vLLM's, which says that VLLM_BATCH_INVARIANT=1 is served: by xmla's kernels it is."""
+    return type(backend.__name__, (backend,), {"supports_batch_invariance": classmethod(lambda _: True)})
 
 
 class Workspace(NamedTuple):
@@ -155,7 +154,8 @@ class V4AttentionBase:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         refuse(self.unserved(args[0]))  # vLLM's configuration
         super().__init__(*args, **kwargs)
-        self.swa_cache_layer.get_attn_backend = lambda: self.window_backend
+        window = self.window_backend if not is_batch_invariant() else served_in_any_batch(self.window_backend)
+        self.swa_cache_layer.get_attn_backend = lambda: window
         if not is_deep_gemm_supported():
             keep_plain(self.wo_a)
         log.info_once(f"DeepSeek sparse attention runs on xmla: {REPLACED}. vLLM's own remain: {LEFT}")
@@ -180,6 +180,12 @@ class V4AttentionBase:
         widths = self.entry_widths()
         calls = [memory.attention(first, heads, self.window_slots, 1, pages, width, second) for width in widths]
         return memory.invariant_scratch(calls, device)
+
+    def get_attn_backend(self) -> type:
+        """The backend of the compressed entries, whose metadata are vLLM's."""
+        own: Any = super()
+        backend: type = own.get_attn_backend()
+        return served_in_any_batch(backend) if is_batch_invariant() else backend
 
     def most_rows(self, tokens: int) -> int:
         """Entries that prefills of so many tokens gather, at most."""
