@@ -116,7 +116,8 @@ def share(problem: Problem, device: Device, group: int) -> tuple[tuple[Launch, .
             "slot_stride": problem.specs["slots"].stride(0),
             "num_tokens": problem["T"],
         },
-        constexprs={"TOKENS": group, "HAS_LENGTHS": problem.has("lengths"), "BLOCK": 1024},
+        constexprs={"TOKENS": group, "HAS_LENGTHS": problem.has("lengths"), "BLOCK": 2048},
+        num_warps=8,
     )
     counts = Spec((programs, entries, 2), "int32")
     return (clear("counts", prod(counts.shape)), launch), {"counts": counts}
