@@ -312,8 +312,9 @@ def test_warmup_closes_the_list_and_persists(tmp_path: Path) -> None:
 def test_processes_of_an_engine_begin_with_kernels_of_their_own(gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each makes all of them ready, its share first: no two processes compile the same at the same time."""
     kernels = [f"kernel {number}" for number in range(10)]
-    monkeypatch.setattr(_warmup, "specializations", lambda *_: kernels)
-    monkeypatch.setattr(_warmup, "make_ready", lambda asked, *_, **__: asked)
+    listed = SimpleNamespace(listed=dict.fromkeys(kernels), planned=["a call"])
+    monkeypatch.setattr(_warmup, "kernel_list", lambda *_: listed)
+    monkeypatch.setattr(_warmup, "make_ready", lambda asked, calls, *_, **__: asked if calls == ["a call"] else None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     asked = [_warmup.make_engine_ready([], H200, ordinal) for ordinal in range(gpus)]
     assert all(sorted(each) == kernels for each in asked)
@@ -325,6 +326,7 @@ def test_warmup_loads_kernels_onto_the_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     """Each before the first call; for a device that is not there none, and no call is served."""
     loaded: list[tuple[str, int]] = []
     served: list[tuple[int, int]] = []
+    planned: list[tuple[list[Any], int]] = []
 
     class Kernel(SimpleNamespace):
         @property
@@ -336,10 +338,12 @@ def test_warmup_loads_kernels_onto_the_gpu(monkeypatch: pytest.MonkeyPatch) -> N
         _warmup, "compiled", lambda kernel, arch, ordinal: Kernel(name=kernel.kernel.__name__, ordinal=ordinal)
     )
     monkeypatch.setattr(_warmup, "serving_begins", lambda arch, ordinal: served.append((arch, ordinal)))
-    _warmup.make_ready(kernels, H200, None, workers=2, progress=False)
-    assert loaded == served == []
-    _warmup.make_ready(kernels, H200, 3, workers=2, progress=False)
-    assert loaded == [("one", 3), ("two", 3), ("three", 3)] and served == [(90, 3)]
+    monkeypatch.setattr(_warmup, "plan_calls", lambda calls, ordinal: planned.append((calls, ordinal)))
+    calls: Any = ["a call"]
+    _warmup.make_ready(kernels, calls, H200, None, workers=2, progress=False)
+    assert loaded == served == planned == []
+    _warmup.make_ready(kernels, calls, H200, 3, workers=2, progress=False)
+    assert loaded == [("one", 3), ("two", 3), ("three", 3)] and served == [(90, 3)] and planned == [(calls, 3)]
 
 
 def test_a_kernel_that_a_call_compiles_after_warmup_is_a_warning(

@@ -20,8 +20,10 @@ from xmla._frameworks import LAUNCHERS
 from xmla.core.op import Case, Op, plan_call
 from xmla.core.op.template import sizes_of, trace_call
 from xmla.core.plan import Launch, Plan
+from xmla.core.registry import registry
 from xmla.core.values import H100, Spec, row_major
 from xmla.torch_api import _launch, _private, _run
+from xmla.torch_api._arrays import from_strided
 
 DEVICE, STREAM, WARPS, SHARED = 3, 7, 4, 100
 PLAIN = SimpleNamespace(
@@ -62,6 +64,15 @@ def compiled(launches: tuple[Launch, ...], run: Any = PLAIN) -> list[tuple[Any, 
         (SimpleNamespace(function=place, **facts), launch, launch.waits and place > 0)
         for place, launch in enumerate(launches)
     ]
+
+
+def replace_in(facts: SimpleNamespace, **changes: Any) -> SimpleNamespace:
+    return SimpleNamespace(**vars(facts) | changes)
+
+
+def tensors_of(op: Op, case: Case) -> list[torch.Tensor | None]:
+    arrays = kit.make(case)
+    return [from_strided(arrays[name], "cpu") if name in arrays else None for name in op.tensors]
 
 
 def plan_of(op: Op, case: Case) -> tuple[Plan, dict[str, Spec]]:
@@ -106,13 +117,14 @@ def test_launches_are_on_the_current_stream_of_the_calls_gpu(
     prepared: Any = SimpleNamespace(
         ordinal=DEVICE,
         numbers=(),
-        family=SimpleNamespace(launch_each=lambda _, stream, *__: streams.append(stream)),
+        family=SimpleNamespace(in_turn=(lambda _, stream, *__: streams.append(stream), None)),
         launch_all=_launch.batch_launcher(DEVICE, descriptions),
     )
     monkeypatch.setattr(_private, "current_stream", {DEVICE: STREAM}.__getitem__)
     monkeypatch.setattr(_run, "profiler_hooks", lambda: (print, print) if profiled else (None, None))
     space = torch.empty(1, dtype=torch.uint8) if plan.workspace else None
-    _run._launch(prepared, [0 for _ in specs], [torch.empty(1) for _ in plan.results], space)
+    results = [torch.empty(1) for _ in plan.results]
+    _run._launch(registry()["map_slots"], [], prepared, [0 for _ in specs], results, space)
     lines = noting.noted()
     assert [*streams, *(line[5] for line in lines)] == [STREAM] * (1 if profiled else len(plan.active))
 
@@ -132,6 +144,50 @@ def test_launches_by_a_template_are_those_of_the_plan(op: Op, case: Case, noting
     in_turn = [(starter, launch) for starter, (_, launch, _) in enumerate(wanted)]
     numbers = _launch.sequential_launcher(in_turn, [*specs], plan.results, plan.workspace)[1]
     assert template.trace.function(made)(*sizes_of(given, attrs)) == (want, numbers)
+
+
+@pytest.mark.parametrize(("op", "case"), kit.all_cases(), ids=kit.case_id)
+def test_a_profiler_sees_the_launches_that_are_made_without_one(
+    op: Op, case: Case, noting: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a call that was planned ahead, of whose template nothing is left."""
+    kernels: dict[Any, Any] = {}
+    seen: list[list[int]] = []
+
+    def launch(programs: int, *words: Any) -> None:
+        stream, function, early, arguments = words[2], words[3], words[5], words[-1]
+        seen.append([function, programs, 32 * WARPS, SHARED, int(early), stream, *arguments])
+
+    def load(kernel: Any, *_: Any) -> Any:
+        facts = {"run": replace_in(PLAIN, launch=launch), "packed_metadata": (WARPS, 1, SHARED)}
+        return kernels.setdefault(kernel, SimpleNamespace(function=len(kernels), _init_handles=tuple, **facts))
+
+    monkeypatch.setattr(_run, "compiled", load)
+    monkeypatch.setattr(_run, "device_of", lambda _: H100)
+    monkeypatch.setattr(_run, "call_cache", _run.CallCache())
+    monkeypatch.setattr(_private, "current_stream", {DEVICE: STREAM}.__getitem__)
+    monkeypatch.setattr(_private, "is_in_bad_fork", lambda: False)
+    tensors = tensors_of(op, case)
+    attrs, specs = op.attributes(**case.attrs), _run.present_specs(op, tensors)
+    _run.plan_ahead(op, [specs], attrs, torch.device("cuda", DEVICE))
+    (kind,) = _run.call_cache.ahead
+    on_cpu, sizes = _run.kind_of(op, tensors, attrs, None)
+    assert [part for part in kind if not isinstance(part, torch.device)] == [
+        part for part in on_cpu if not isinstance(part, torch.device)
+    ]
+    prepared = _run.call_cache.find_of_kind(kind, sizes, attrs)
+    assert prepared is not None and prepared.family.in_turn is None
+    results = [torch.empty(1) for _ in prepared.results]
+    space = torch.empty(1, dtype=torch.uint8) if prepared.workspace_bytes else None
+    pointers = [1 << 40 | place << 20 for place, _ in enumerate(specs)]
+    _run._launch(op, tensors, prepared, pointers, results, space)
+    wanted = noting.noted()
+    monkeypatch.setattr(_run, "profiler_hooks", lambda: (None, print))
+    prepared.launch_all = None
+    for _ in range(2):
+        _run._launch(op, tensors, prepared, pointers, results, space)
+        assert seen == wanted
+        seen.clear()
 
 
 @pytest.mark.parametrize(

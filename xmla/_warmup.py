@@ -13,7 +13,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from xmla.core.compile import Specialization, compiled, compiling_allowed, serving_begins
 from xmla.core.errors import ArgumentError, UnsupportedError
-from xmla.core.models.base import Call, Model, specializations
+from xmla.core.models.base import Call, Model, kernel_list
 from xmla.core.values import Attr, Device, find_device
 
 log = logging.getLogger("xmla")
@@ -62,7 +62,8 @@ def warmup(
 ) -> Warmup:
     """Compile every kernel that serving `config` launches, in parallel, for both PyTorch and JAX.
 
-    The list is complete: afterwards no call within the configuration compiles, which XMLA_FORBID_JIT=1 enforces.
+    The list is complete: afterwards no call within the configuration compiles, which XMLA_FORBID_JIT=1 enforces. Eager
+    calls of PyTorch are planned, too.
     Compiled kernels stay in Triton's cache on disk (TRITON_CACHE_DIR), so the next process only loads them, with Triton
     3.7 most of them; several processes may fill one cache. Warm-up does not include XLA's own compilation of a jitted
     function.
@@ -95,13 +96,17 @@ def warmup(
     ordinal = None
     if device is None:
         device, ordinal = present_device()
-    return make_ready(config.specializations(device), device, ordinal, workers=workers, progress=progress)
+    kernels = config.kernel_list(device)
+    return make_ready([*kernels.listed], kernels.planned, device, ordinal, workers=workers, progress=progress)
 
 
 def make_ready(
-    kernels: Sequence[Specialization], device: Device, ordinal: int | None, *, workers: int | None, progress: bool
-) -> Warmup:
+    kernels: Sequence[Specialization], calls: Sequence[Call], device: Device, ordinal: int | None, *,
+    workers: int | None, progress: bool,
+) -> Warmup:  # fmt: skip
     """Compile or load these kernels for `device`, and load them onto the GPU with this ordinal, if there is one.
+
+    There eager calls of PyTorch that differ from `calls` in sizes alone are planned, too.
 
     Raises:
         UnsupportedError: Kernels are interpreted in this process.
@@ -130,6 +135,7 @@ def make_ready(
     if ordinal is not None:
         for specialization in kernels:
             compiled(specialization, device.arch, ordinal).run  # noqa: B018, loads the kernel onto the device
+        plan_calls(calls, ordinal)
         serving_begins(device.arch, ordinal)
     report = Warmup(tuple(kernels), time.perf_counter() - start)
     if progress:
@@ -140,6 +146,23 @@ def make_ready(
     return report
 
 
+def plan_calls(calls: Iterable[Call], ordinal: int) -> None:
+    """Plan eager calls of PyTorch like these, so that no call waits for it; JAX plans as it compiles a program."""
+    try:
+        import torch
+    except ImportError:
+        return
+    if not torch.cuda.is_available():
+        return
+    from xmla.torch_api._run import plan_ahead
+
+    with compiling_allowed():
+        for call in calls:
+            op, specs, attrs = call.bound
+            given = {name: spec for name, spec in zip(op.tensors, specs, strict=True) if spec}
+            plan_ahead(op, call.placed(given), attrs, torch.device("cuda", ordinal))
+
+
 def make_engine_ready(calls: Iterable[Call], device: Device, ordinal: int) -> Warmup:
     """Make an engine's kernels ready in its process of this GPU, which compiles on its share of the cores.
 
@@ -148,7 +171,8 @@ def make_engine_ready(calls: Iterable[Call], device: Device, ordinal: int) -> Wa
     """
     import torch
 
-    gpus, kernels = max(1, torch.cuda.device_count()), specializations(calls, device)
+    gpus, listed = max(1, torch.cuda.device_count()), kernel_list(calls, device)
+    kernels = [*listed.listed]
     in_turn = [kernel for turn in range(gpus) for kernel in kernels[(ordinal + turn) % gpus :: gpus]]
     workers = max(1, (os.cpu_count() or 1) // gpus)
-    return make_ready(in_turn, device, ordinal, workers=workers, progress=False)
+    return make_ready(in_turn, listed.planned, device, ordinal, workers=workers, progress=False)

@@ -5,16 +5,23 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
-from xmla import torch_api
+from xmla import ModelConfig, torch_api, warmup
 from xmla.bench import problems
 from xmla.bench.host_time import host_us
+from xmla.core.models.base import Call
+from xmla.core.registry import registry
 from xmla.torch_api import _run
 
 WARM_UP, CALLS = 500, 2000  # calls of new sizes: before and in a measurement, as many as are kept
+PAGES = 1 << 14  # of a server's pools: a million tokens
+CONFIG = ModelConfig(
+    heads=16, shared_selection=True, next_n=(1,), batches=(256,), max_lens=(1 << 15,), prefill_tokens=(2048,)
+)
 
 
 def arguments() -> dict[str, tuple[tuple[torch.Tensor, ...], dict[str, Any]]]:
@@ -86,6 +93,47 @@ def of_new_sizes() -> dict[str, Callable[[random.Random], tuple[tuple[torch.Tens
     }  # fmt: skip
 
 
+def of_a_server() -> dict[str, Callable[[random.Random], tuple[tuple[torch.Tensor | None, ...], dict[str, Any]]]]:
+    """What makes arguments of the calls of steps within `CONFIG`, which name no format, as users' calls."""
+    pools: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def tensor(name: str, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        fill = -1 if name in ("slots", "entry_slots") else 0  # no entry is written
+        return torch.full(shape, fill, device=problems.DEVICE, dtype=getattr(torch, dtype))
+
+    def pool(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        return pools.setdefault(shape, tensor("", shape, dtype))
+
+    def arguments(call: Call) -> tuple[tuple[torch.Tensor | None, ...], dict[str, Any]]:
+        op, specs, attrs = registry()[call.op], call.with_pages(PAGES).specs, call.attrs
+        formats = {each.format_attribute for each in op.tensors.values()}
+        tensors = {
+            name: (pool if op.tensors[name].format else partial(tensor, name))(spec.shape, spec.dtype)
+            for name, spec in specs.items()
+        }
+        return tuple(map(tensors.get, op.tensors)), {name: attrs[name] for name in attrs if name not in formats}
+
+    def decode(name: str) -> Callable[[random.Random], Any]:
+        def draw(source: random.Random) -> Any:
+            calls = CONFIG.decode(source.randint(1, max(CONFIG.batches)), 1, source.randint(2, max(CONFIG.max_lens)))
+            return arguments(next(call for call in calls if call.op == name))
+
+        return draw
+
+    def prefill(name: str) -> Callable[[random.Random], Any]:
+        def draw(source: random.Random) -> Any:
+            sizes = source.randint(1, max(CONFIG.prefill_tokens)), source.randint(2, max(CONFIG.max_lens))
+            return arguments(next(call for call in CONFIG.prefill(*sizes) if call.op == name))
+
+        return draw
+
+    return {
+        "write_mla_cache": decode("write_mla_cache"), "map_slots": prefill("map_slots"),
+        "indexer_topk": prefill("indexer_topk"), "sparse_mla_paged": decode("sparse_mla_paged"),
+        "dsa_attention": decode("dsa_attention"), "dsa_step": decode("dsa_step"),
+    }  # fmt: skip
+
+
 @contextmanager
 def collections() -> Iterator[list[float]]:
     """The seconds of each collection of garbage inside."""
@@ -104,8 +152,11 @@ def collections() -> Iterator[list[float]]:
         gc.callbacks.remove(note)
 
 
-def new_size_line(name: str, make: Callable[[random.Random], Any]) -> dict[str, Any]:
-    """Calls of ever new sizes: how long the median and the slowest take, and what garbage collection sees of them."""
+def new_size_line(name: str, make: Callable[[random.Random], Any], warmed: bool) -> dict[str, Any]:
+    """Calls of ever new sizes: how long the median and the slowest take, and what garbage collection sees of them.
+
+    `warmed`: after warm-up of the server whose calls they are.
+    """
     function, source = getattr(torch_api, name), random.Random(0)
 
     def seconds() -> float:
@@ -116,6 +167,8 @@ def new_size_line(name: str, make: Callable[[random.Random], Any]) -> dict[str, 
         return time.perf_counter() - start
 
     _run.call_cache.clear()
+    if warmed:
+        warmup(CONFIG, progress=False)
     for _ in range(WARM_UP):
         seconds()
     gc.collect()
@@ -128,8 +181,9 @@ def new_size_line(name: str, make: Callable[[random.Random], Any]) -> dict[str, 
     gc.unfreeze()
     families = sum(map(len, _run.call_cache.families.values()))
     _run.call_cache.clear()
+    case = "host time of an eager torch call of new sizes" + ", after warm-up" * warmed
     return {
-        "op": name, "case": "host time of an eager torch call of new sizes", "host_us": round(times[CALLS // 2], 2),
+        "op": name, "case": case, "host_us": round(times[CALLS // 2], 2),
         "host_us_of_99.9_percent": round(times[-1 - CALLS // 1000], 2),
         "objects_a_size": round(objects / CALLS, 2), "longest_collection_ms": round(1e3 * max(pauses), 2),
         "families": families,
@@ -159,5 +213,6 @@ def lines() -> list[dict[str, Any]]:
                     torch.cuda.synchronize,
                 )
             measurements.append(line)
-        measurements += [new_size_line(name, make) for name, make in of_new_sizes().items()]
+        measurements += [new_size_line(name, make, warmed=False) for name, make in of_new_sizes().items()]
+        measurements += [new_size_line(name, make, warmed=True) for name, make in of_a_server().items()]
     return measurements

@@ -13,11 +13,19 @@ NAMES = {getattr(torch, name): name for name in DTYPES}
 
 def spec_of(tensor: torch.Tensor) -> Spec:
     name = NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
-    try:
-        address = 0 if isinstance(tensor, FakeTensor) else tensor.data_ptr()  # a meta tensor's is 0 too
-    except RuntimeError:  # a wrapper that a transformation or a trace passes has none
-        address = 0
-    return Spec(tuple(tensor.shape), name, tensor.stride(), alignment_of(address))
+    address, traced = 0, isinstance(tensor, FakeTensor)
+    if not traced:
+        try:
+            address = tensor.data_ptr()  # a meta tensor's is 0
+        except RuntimeError:  # a wrapper that a transformation or a trace passes has none
+            traced = True
+    strides = tensor.stride() if traced else strides_of(tensor)  # of symbols it is not asked whether they are dense
+    return Spec(tuple(tensor.shape), name, strides, alignment_of(address))
+
+
+def strides_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The strides of a tensor, None if it is dense."""
+    return None if tensor.is_contiguous() else tensor.stride()
 
 
 @lru_cache

@@ -32,12 +32,17 @@ NEEDED = ("launch", "launch_cooperative_grid", "launch_pdl", "arg_annotations", 
 log = logging.getLogger("xmla")
 
 
+def load(kernel: CompiledKernel) -> CompiledKernel:
+    """The kernel, from now on loaded onto the current device."""
+    kernel._init_handles()  # `run` itself tries to load it only once, even if that fails
+    return kernel
+
+
 def bind_launch(kernel: CompiledKernel, constexprs: tuple[Any, ...], early: bool) -> Start:
-    """Load `kernel` onto the current device; return a function that launches it.
+    """The function that launches `kernel`, which is loaded.
 
     `early`: it may start before the launch before it has ended.
     """
-    kernel._init_handles()  # `run` itself tries to load it only once, even if that fails
     run: Any = kernel.run
     function, packed = kernel.function, kernel.packed_metadata
     if not _is_plain(run):

@@ -2,75 +2,77 @@
 
 import os
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cache, cached_property
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import chain, combinations
 from typing import Any
 
 import torch
 from torch.fx.proxy import TraceError
+from triton.compiler import CompiledKernel
 
-from xmla.core.compile import compiled, exec_function, specialize
+from xmla.core.compile import as_compiled, compiled, exec_function, specialize
 from xmla.core.config import settings
 from xmla.core.debug import shadow
 from xmla.core.debug.checks import check_values
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.op import Op, Sizes, Template, plan_call, trace_call
-from xmla.core.plan import Plan
+from xmla.core.plan import Launch, Plan
 from xmla.core.values import DTYPES, Attributes, Device, Spec, alignment_of, row_major
 from xmla.torch_api import _memory, _private
-from xmla.torch_api._arrays import device_of, spec_of, take, to_numpy
-from xmla.torch_api._launch import batch_launcher, bind_launch, describe_launches, profiler_hooks, sequential_launcher
+from xmla.torch_api._arrays import NAMES, device_of, spec_of, strides_of, take, to_numpy
+from xmla.torch_api._launch import (
+    batch_launcher,
+    bind_launch,
+    describe_launches,
+    load,
+    profiler_hooks,
+    sequential_launcher,
+)
 
 # An op's tensor arguments in order; optional arguments may be None, the first never is.
 Tensors = Sequence[Any]
 
 
-@dataclass(eq=False)
+@dataclass(slots=True, eq=False)
 class Family:
     """Calls that differ in sizes alone, as far as they have one template: what is made of it once.
 
+    The template is not kept. A full collection of garbage would look at its objects, of thousands after a warm-up.
+
     Attributes:
-        calls: Of the sizes of a call its results, as `Prepared` has them, the bytes of its workspace, and what
-            `batch_launcher` takes, or None if that does not serve the kernels; None of a call of another template.
-        launch_each: Starts the kernels one after the other. None on the CPU, where the interpreter runs plans.
-        numbers: What it takes, of the template's sizes.
+        implementation: That the calls ask for.
+        calls: Of the sizes of a call its results and `distances`, as `Prepared` has them, the bytes of its workspace,
+            and what `batch_launcher` takes, or None if that does not serve the kernels; None of a call of another
+            template.
         pairs: Which of a call's `_memory.spaces` have to lie apart.
-        distances: The numbers by which it is told, of the template's sizes.
         disjoint: What tells it of so many addresses, made by `_memory.disjoint_check`.
+        in_turn: What starts the kernels one after the other, and the numbers that it takes, of a call's sizes. None
+            until it is needed, and on the CPU.
+        plan_of: The plan of a call's sizes, which the interpreter runs. None on a GPU.
     """
 
     op: Op
-    template: Template
+    implementation: str | None
     ordinal: int  # −1 on the CPU
     calls: Callable[..., tuple[Any, ...] | None]
-    launch_each: Callable[..., None] | None
-    numbers: tuple[Any, ...]
     pairs: tuple[_memory.Pair, ...]
-    distances: tuple[Any, ...]
-    disjoint: dict[int, Callable[..., bool]] = field(default_factory=dict)
+    disjoint: dict[int, Callable[..., bool]]
+    in_turn: tuple[Callable[..., None], Callable[..., tuple[int, ...]]] | None
+    plan_of: Callable[..., Plan] | None
 
     def call_of(self, sizes: Sizes, attrs: tuple[Any, ...]) -> "Prepared | None":
         """The call of these sizes and attributes, if it is of the template."""
         numbers = self.calls(*sizes)
         if numbers is None:
             return None
-        results, workspace_bytes, launches = numbers
+        results, distances, workspace_bytes, launches = numbers
         launch_all = None if launches is None else batch_launcher(self.ordinal, launches)
-        return Prepared(self, sizes, tuple(attrs), results, workspace_bytes, self.ordinal, launch_all, self.op.mutated)
-
-    @cached_property
-    def numbers_of(self) -> Callable[..., tuple[int, ...]]:
-        return self.template.trace.function(self.numbers)
-
-    @cached_property
-    def distances_of(self) -> Callable[..., tuple[int, ...]]:
-        return self.template.trace.function(self.distances)
-
-    @cached_property
-    def plan_of(self) -> Callable[..., Plan]:
-        return self.template.at(self.template.plan)
+        return Prepared(
+            self, sizes, tuple(attrs), results, distances, workspace_bytes, self.ordinal, launch_all, self.op.mutated
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -80,10 +82,10 @@ class Prepared:
     Attributes:
         sizes: As `core.op.template.sizes_of` has them.
         results: Shape, strides and dtype of each.
-        launch_all: Starts the kernels where no profiler looks on, faster than the family's `launch_each`; or None.
+        distances: What the family's `disjoint` takes.
+        launch_all: Starts the kernels where no profiler looks on, faster than the family's `in_turn`; or None.
         mutated: The op's.
-        numbers: What `launch_each` takes, once it is called.
-        distances: What the family's `disjoint` takes, once it is called.
+        numbers: What the family's `in_turn` takes, once it is called.
         plan: What the interpreter runs, once it has.
         same_out: Compares `out` with what was accepted before.
         same_workspace: Compares `workspace` with what was accepted before.
@@ -93,22 +95,19 @@ class Prepared:
     sizes: Sizes
     attrs: tuple[Any, ...]
     results: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
+    distances: tuple[int, ...]
     workspace_bytes: int
     ordinal: int
     launch_all: Callable[..., None] | None
     mutated: tuple[int, ...]
     numbers: tuple[int, ...] | None = None
-    distances: tuple[int, ...] | None = None
     plan: Plan | None = None
     same_out: Callable[..., bool] | None = None
     same_workspace: Callable[..., bool] | None = None
 
     @property
-    def specs(self) -> tuple[dict[str, Spec], tuple[Spec, ...]]:
-        """Specs of the arguments that are given, by name, and of the results."""
-        op, template = self.family.op, self.family.template
-        arguments, results = template.at((template.specs, template.results))(*self.sizes)
-        return {n: spec for n, spec in zip(op.tensors, arguments, strict=True) if spec is not None}, results
+    def result_specs(self) -> list[Spec]:
+        return [Spec(shape, NAMES[dtype]) for shape, _, dtype in self.results]
 
 
 def check_tensors(op: Op, tensors: Tensors) -> None:
@@ -166,6 +165,11 @@ def specs_of(op: Op, tensors: Tensors) -> dict[str, Spec | None]:
     return {name: None if t is None else spec_of(t) for name, t in zip(op.tensors, tensors, strict=True)}
 
 
+def present_specs(op: Op, tensors: Tensors) -> dict[str, Spec]:
+    """Specs of the arguments that are given."""
+    return {name: spec for name, spec in specs_of(op, tensors).items() if spec is not None}
+
+
 # The pointers of (tensors, attrs, implementation) if it is a certain call, else None.
 Match = Callable[[Tensors, tuple[Any, ...], str | None], list[int] | None]
 
@@ -189,6 +193,7 @@ class CallCache:
     def __init__(self) -> None:
         self.prepared: OrderedDict[Any, Prepared] = OrderedDict()
         self.families: OrderedDict[Any, tuple[Family, ...]] = OrderedDict()
+        self.ahead: dict[Any, list[Family]] = {}  # of warm-up, which stay
         self.recent: dict[Op, tuple[tuple[Match, Prepared], ...]] = defaultdict(tuple)
 
     def find(self, key: Any) -> Prepared | None:
@@ -206,6 +211,11 @@ class CallCache:
                 if place:
                     self.families[kind] = family, *families[:place], *families[place + 1 :]
                 return prepared
+        for family in self.ahead.get(kind, ()):
+            prepared = family.call_of(sizes, attrs)
+            if prepared is not None:
+                self.add_family(kind, family)
+                return prepared
         return None
 
     def add_family(self, kind: Any, family: Family) -> None:
@@ -215,6 +225,7 @@ class CallCache:
     def clear(self) -> None:
         self.prepared.clear()
         self.families.clear()
+        self.ahead.clear()
         self.recent.clear()
 
 
@@ -353,53 +364,139 @@ def kind_of(op: Op, tensors: Tensors, attrs: Attributes, implementation: str | N
     """What a call depends on besides sizes, and these, as `core.op.template.sizes_of` has them."""
     kind: list[Any] = [op, implementation]
     sizes: list[int] = []
+    alignments: list[int] = []
     for tensor in tensors:
         if tensor is None:
             kind.append(None)
         else:
             shape, address = tensor.shape, tensor.data_ptr()
-            kind += (len(shape), tensor.dtype, tensor.device, alignment_of(address), address != 0 or 0 in shape)
+            strides = strides_of(tensor)
+            kind += (len(shape), tensor.dtype, tensor.device, address != 0 or 0 in shape, strides is None)
+            alignments.append(alignment_of(address))
             sizes += shape
-            sizes += tensor.stride()
+            if strides is not None:
+                sizes += strides
+    if min(alignments) < 16:
+        alignments = [spec.alignment for spec in as_compiled(present_specs(op, tensors)).values()]
     for value in attrs:
         if type(value) is int:
             kind.append(int)
             sizes.append(value)
         else:
             kind.append(value)
-    return tuple(kind), tuple(sizes)
+    return (*kind, *alignments), tuple(sizes)
+
+
+def kind_of_specs(op: Op, specs: Mapping[str, Spec], attrs: Attributes, device: torch.device) -> tuple[Any, ...]:
+    """The kind of calls on tensors with these specs."""
+    kind: list[Any] = [op, None]
+    for name in op.tensors:
+        if name in specs:
+            spec = specs[name]
+            kind += (len(spec.shape), getattr(torch, spec.dtype), device, True, spec.strides is None)
+        else:
+            kind.append(None)
+    kind += (int if type(value) is int else value for value in attrs)
+    return *kind, *(specs[name].alignment for name in op.tensors if name in specs)
 
 
 def make_family(op: Op, tensors: Tensors, attrs: Attributes, implementation: str | None) -> Family:
     """Check, plan and compile a call, and all that differ from it in sizes alone."""
     check_devices(op, tensors)
-    device = tensors[0].device
-    specs = specs_of(op, tensors)
-    template = trace_call(op, tuple(specs.values()), attrs, device_of(device), implementation)
+    specs = as_compiled(present_specs(op, tensors))
+    template = trace(op, specs, attrs, tensors[0].device, implementation)
     check_memory(op, by_name(op, tensors))
-    present = {name: spec for name, spec in zip(op.tensors, template.specs, strict=True) if spec is not None}
-    pairs, distances = _memory.distances(op, _memory.spaces(op, present, template.results, template.workspace_bytes))
-    launches, sequenced, numbers = None, None, ()
-    if device.type == "cuda":
-        launches, sequenced, numbers = _launches(template, present, device)
+    (family,) = families_of(op, template, [specs], implementation, tensors[0].device)
+    return family
+
+
+def plan_ahead(op: Op, places: Sequence[Mapping[str, Spec]], attrs: Attributes, device: torch.device) -> None:
+    """Plan and compile calls on tensors with specs that differ in sizes alone, at each of some places in memory."""
+    places = [{n: replace(spec, strides=None) if spec.is_dense else spec for n, spec in at.items()} for at in places]
+    families = families_of(op, trace(op, places[0], attrs, device, None), places, None, device)
+    for specs, family in zip(places, families, strict=True):
+        kind = kind_of_specs(op, specs, attrs, device)
+        if kind not in call_cache.ahead:
+            call_cache.ahead[kind] = []
+            for alike in _naming_fewer_formats(op, specs, attrs):
+                call_cache.ahead.setdefault(kind_of_specs(op, specs, alike, device), call_cache.ahead[kind])
+        call_cache.ahead[kind].append(family)
+
+
+def _naming_fewer_formats(op: Op, specs: Mapping[str, Spec], attrs: Attributes) -> Iterator[Attributes]:
+    """The attributes without some names of formats that the caches tell, too."""
+    formats = op.bind(specs, attrs).formats
+    names = [t.format_attribute for t in op.tensors.values() if getattr(attrs, t.format_attribute or "_", None)]
+    for chosen in chain.from_iterable(combinations(names, count) for count in range(1, len(names) + 1)):
+        fewer = attrs._replace(**dict.fromkeys(chosen))
+        with suppress(ArgumentError):  # several formats have such rows
+            if op.bind(specs, fewer).formats == formats:
+                yield fewer
+
+
+def trace(
+    op: Op, specs: Mapping[str, Spec], attrs: Attributes, device: torch.device, implementation: str | None
+) -> Template:
+    return trace_call(op, tuple(map(specs.get, op.tensors)), attrs, device_of(device), implementation)
+
+
+def families_of(
+    op: Op, template: Template, places: Sequence[Mapping[str, Spec]], implementation: str | None, device: torch.device
+) -> list[Family]:
+    """The calls of a template on arguments that begin where those of `places` do, with their kernels compiled."""
+    arguments = {name: spec for name, spec in zip(op.tensors, template.specs, strict=True) if spec is not None}
+    pairs, distances = _memory.distances(op, _memory.spaces(op, arguments, template.results, template.workspace_bytes))
     results = tuple((spec.shape, row_major(spec.shape), getattr(torch, spec.dtype)) for spec in template.results)
-    calls = template.trace.function((results, template.workspace_bytes, launches))
-    return Family(op, template, tensors[0].get_device(), calls, sequenced, numbers, pairs, distances)
+    on_gpu = device.type == "cuda"
+    kernels = [loaded(template, arguments, specs, device) if on_gpu else [] for specs in places]
+    families = []
+    for each in kernels:  # all of which are known here: a function ends the trace
+        launches = describe_launches(each, *arrays_of(template, arguments)) if on_gpu else None
+        calls = template.trace.function((results, distances, template.workspace_bytes, launches))
+        in_turn = launches_in_turn(template, arguments, each) if on_gpu and launches is None else None
+        plan_of = None if on_gpu else template.at(template.plan)
+        ordinal = device.index if on_gpu else -1
+        families.append(Family(op, implementation, ordinal, calls, pairs, _checks(pairs), in_turn, plan_of))
+    return families
 
 
-def _launches(
-    template: Template, specs: Mapping[str, Spec], device: torch.device
-) -> tuple[list[Any] | None, Callable[..., None], tuple[Any, ...]]:
-    """Compile and load a template's kernels: what `describe_launches` and `sequential_launcher` make of them."""
-    starters, launches = [], []
+@cache
+def _checks(pairs: tuple[_memory.Pair, ...]) -> dict[int, Callable[..., bool]]:
+    """`Family.disjoint` of all families with these pairs."""
+    return {}
+
+
+# A kernel that is loaded, its launch, and whether it may start before the launch before it has ended.
+Loaded = tuple[CompiledKernel, Launch, bool]
+
+
+def loaded(
+    template: Template, arguments: Mapping[str, Spec], places: Mapping[str, Spec], device: torch.device
+) -> list[Loaded]:
+    """A template's kernels, for arguments that begin where those of `places` do."""
+    specs = {name: replace(spec, alignment=places[name].alignment) for name, spec in arguments.items()}
+    kernels = []
     for launch in template.active:
         kernel = compiled(specialize(launch, template.plan, specs), device_of(device).arch, device.index)
-        constexprs = tuple(value for _, value in launch.constexpr_values)
-        early = launch.waits and bool(launches)
-        starters.append((bind_launch(kernel, constexprs, early), launch))
-        launches.append((kernel, launch, early))
-    arrays = [*specs], template.plan.results, template.workspace
-    return describe_launches(launches, *arrays), *sequential_launcher(starters, *arrays)
+        kernels.append((load(kernel), launch, launch.waits and bool(kernels)))
+    return kernels
+
+
+def arrays_of(template: Template, arguments: Mapping[str, Spec]) -> tuple[list[str], tuple[str, ...], dict[str, int]]:
+    """What `describe_launches` and `sequential_launcher` know arrays by."""
+    return [*arguments], template.plan.results, template.workspace
+
+
+def launches_in_turn(
+    template: Template, arguments: Mapping[str, Spec], kernels: Sequence[Loaded]
+) -> tuple[Callable[..., None], Callable[..., tuple[int, ...]]]:
+    """`Family.in_turn`."""
+    starters = [
+        (bind_launch(kernel, tuple(value for _, value in launch.constexpr_values), early), launch)
+        for kernel, launch, early in kernels
+    ]
+    launch_each, numbers = sequential_launcher(starters, *arrays_of(template, arguments))
+    return launch_each, template.trace.function(numbers)
 
 
 def check_out(op: Op, specs: Sequence[Spec], out: Sequence[torch.Tensor], device: torch.device) -> None:
@@ -541,7 +638,7 @@ def run(
         if not out:
             results = [allocate(*result) for result in prepared.results]
         elif not accepts_out(prepared, out):
-            check_out(op, prepared.specs[1], out, tensors[0].device)
+            check_out(op, prepared.result_specs, out, tensors[0].device)
             check_placed(op, out)
             check_memory(op, written_names(op, out))
         if workspace is not None:
@@ -555,23 +652,24 @@ def run(
         error.add_note(f"{op.name}: results {prepared.results} and {prepared.workspace_bytes} bytes of workspace")
         raise
     if prepared.mutated or out:
-        _check_overlap(op, prepared, pointers, out, workspace)
+        _check_overlap(op, tensors, prepared, pointers, out, workspace)
         # Autograd then refuses a backward that saved their old values.
         _private.increment_version([*(tensors[place] for place in prepared.mutated), *out])
     if prepared.ordinal < 0:
         if prepared.plan is None:
-            prepared.plan = prepared.family.plan_of(*prepared.sizes)
+            prepared.plan = prepared.family.plan_of(*prepared.sizes)  # pyrefly: ignore
         _interpret(op, prepared.plan, tensors, results, space)
     else:
-        _launch(prepared, pointers, results, space)
+        _launch(op, tensors, prepared, pointers, results, space)
     if taken is not None:
         shadow.compare(taken, by_name(op, tensors), results, take)
     return results
 
 
 def _check_overlap(
-    op: Op, prepared: Prepared, pointers: list[int], out: Sequence[torch.Tensor], workspace: torch.Tensor | None
-) -> None:
+    op: Op, tensors: Tensors, prepared: Prepared, pointers: list[int], out: Sequence[torch.Tensor],
+    workspace: torch.Tensor | None,
+) -> None:  # fmt: skip
     """Refuse a call that writes what it reads. Whether it does depends on addresses, which no earlier call tells."""
     addresses = [*pointers, *[tensor.data_ptr() for tensor in out]]
     if workspace is not None and prepared.workspace_bytes:
@@ -580,10 +678,9 @@ def _check_overlap(
     disjoint = family.disjoint.get(len(addresses))
     if disjoint is None:
         disjoint = family.disjoint[len(addresses)] = _memory.disjoint_check(family.pairs, len(addresses))
-    if prepared.distances is None:
-        prepared.distances = family.distances_of(*prepared.sizes)
     if not disjoint(prepared.distances, *addresses):
-        spaces = _memory.spaces(op, *prepared.specs, prepared.workspace_bytes)
+        arguments = present_specs(op, tensors)
+        spaces = _memory.spaces(op, arguments, prepared.result_specs, prepared.workspace_bytes)
         _memory.check_overlap(op, dict([*spaces.items()][: len(addresses)]), addresses)
 
 
@@ -610,17 +707,31 @@ def _check_and_sample(op: Op, tensors: Tensors, attrs: Attributes) -> shadow.Sam
 
 
 def _launch(
-    prepared: Prepared, pointers: list[int], out: Sequence[torch.Tensor], workspace: torch.Tensor | None
-) -> None:
+    op: Op, tensors: Tensors, prepared: Prepared, pointers: list[int], out: Sequence[torch.Tensor],
+    workspace: torch.Tensor | None,
+) -> None:  # fmt: skip
     stream = _private.current_stream(prepared.ordinal)
     enter, leave = profiler_hooks()
     if enter is None and prepared.launch_all is not None:
         prepared.launch_all(stream, pointers, out, workspace)
     else:
         family = prepared.family
+        if family.in_turn is None:
+            family.in_turn = _in_turn(op, tensors, prepared)
+        launch_each, numbers_of = family.in_turn
         if prepared.numbers is None:
-            prepared.numbers = family.numbers_of(*prepared.sizes)
-        family.launch_each(prepared.numbers, stream, enter, leave, pointers, out, workspace)  # pyrefly: ignore
+            prepared.numbers = numbers_of(*prepared.sizes)
+        launch_each(prepared.numbers, stream, enter, leave, pointers, out, workspace)
+
+
+def _in_turn(
+    op: Op, tensors: Tensors, prepared: Prepared
+) -> tuple[Callable[..., None], Callable[..., tuple[int, ...]]]:
+    """`Family.in_turn` of a call, which is traced once more: a profiler looks on."""
+    specs, device = as_compiled(present_specs(op, tensors)), tensors[0].device
+    template = trace(op, specs, op.Values(*prepared.attrs), device, prepared.family.implementation)
+    arguments = {name: spec for name, spec in zip(op.tensors, template.specs, strict=True) if spec is not None}
+    return launches_in_turn(template, arguments, loaded(template, arguments, specs, device))
 
 
 def _interpret(

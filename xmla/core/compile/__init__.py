@@ -4,6 +4,7 @@ from xmla.core.compile.codegen import exec_function
 from xmla.core.compile.compiler import (
     Compile,
     Specialization,
+    as_compiled,
     begins_anywhere,
     compiled,
     compiles,
@@ -17,6 +18,7 @@ from xmla.core.compile.packs import check_steady_keys, read_pack, write_pack
 __all__ = [
     "Compile",
     "Specialization",
+    "as_compiled",
     "begins_anywhere",
     "check_steady_keys",
     "compiled",

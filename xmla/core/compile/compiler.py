@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -93,6 +93,14 @@ def begins_anywhere(name: str, spec: Spec) -> bool:
     """
     integers = spec.dtype in ("int32", "int64") and len(spec.shape) > 0
     return integers and (name.endswith("table") or spec.stride(0) * spec.itemsize % 16 > 0)
+
+
+def as_compiled(specs: Mapping[str, Spec]) -> dict[str, Spec]:
+    """A call's arguments, of which those that begin anywhere all do if one does: one kernel serves all combinations."""
+    anywhere = {name for name, spec in specs.items() if begins_anywhere(name, spec)}
+    if all(specs[name].alignment == 16 for name in anywhere):
+        return {**specs}
+    return {n: replace(spec, alignment=spec.itemsize) if n in anywhere else spec for n, spec in specs.items()}
 
 
 def specialize(launch: Launch, plan: Plan, specs: Mapping[str, Spec]) -> Specialization:

@@ -56,11 +56,14 @@ class Call:
 
         Where arguments begin does not change the plan.
         """
-        places = [specs]
-        if self.unaligned:
-            anywhere = [name for name, spec in specs.items() if begins_anywhere(name, spec)]
-            places.append({**specs, **{n: replace(specs[n], alignment=specs[n].itemsize) for n in anywhere}})
-        return [specialize(launch, plan, each) for each in places for launch in launches]
+        return [specialize(launch, plan, each) for each in self.placed(specs) for launch in launches]
+
+    def placed(self, specs: Mapping[str, Spec]) -> list[Mapping[str, Spec]]:
+        """The arguments `specs`, and where the call says so the same that begin on no multiple of 16 bytes."""
+        if not self.unaligned:
+            return [specs]
+        anywhere = [name for name, spec in specs.items() if begins_anywhere(name, spec)]
+        return [specs, {**specs, **{n: replace(specs[n], alignment=specs[n].itemsize) for n in anywhere}}]
 
     def with_pages(self, pages: int) -> "Call":
         """The call with pools of `pages` pages."""
@@ -95,10 +98,15 @@ Make = Callable[..., Iterable[Call]]
 
 def specializations(calls: Iterable[Call], device: Device) -> list[Specialization]:
     """The kernels that these calls launch on `device`, each once, in order of first use."""
+    return list(kernel_list(calls, device).listed)
+
+
+def kernel_list(calls: Iterable[Call], device: Device) -> "KernelList":
+    """The list of these calls on `device`."""
     kernels = KernelList(device)
     for call in calls:
         kernels.add(call)
-    return list(kernels.listed)
+    return kernels
 
 
 @dataclass(slots=True, eq=False)
@@ -134,11 +142,15 @@ class KernelList:
 
     Of calls that differ in sizes alone, and give the answers on which the plan of the first of them depends, one is
     planned. Likewise a step's calls are made once: for other sizes theirs are arithmetic (core/op/template.py).
+
+    Attributes:
+        planned: The calls that were planned, one for all with its answers.
     """
 
     def __init__(self, device: Device) -> None:
         self.device: Device = device
         self.listed: dict[Specialization, None] = {}
+        self.planned: list[Call] = []
         self._kinds: dict[Any, Kind] = {}
         self._steps: defaultdict[Make, list[Callable[..., Any]]] = defaultdict(list)
 
@@ -187,6 +199,7 @@ class KernelList:
 
     def _plan(self, call: Call, kind: Kind) -> None:
         """Plan a call, with its sizes as symbols, and list its kernels."""
+        self.planned.append(call)
         op, specs, attrs = call.bound
         template = trace_call(op, specs, attrs, self.device, None)
         present = {name: spec for name, spec in zip(op.tensors, template.specs, strict=True) if spec is not None}
@@ -320,7 +333,11 @@ class Model(ABC):
             yield from self.paged(1, tokens, max_len, mixed)
 
     def specializations(self, device: Device) -> list[Specialization]:
-        """The complete list of kernels that steps within these sizes launch on `device`, each once.
+        """The complete list of kernels that steps within these sizes launch on `device`, each once."""
+        return list(self.kernel_list(device).listed)
+
+    def kernel_list(self, device: Device) -> KernelList:
+        """The complete list of kernels that steps within these sizes launch on `device`.
 
         A decode has any number of requests, a prefill any number of tokens and a table any width, up to the largest
         that is listed: those of a server have. Plans follow them by powers of two and by the waves that programs fill,
@@ -336,7 +353,7 @@ class Model(ABC):
             if self.workspace_bytes is not None and alike and sizes[-1] >= longest:
                 kernels.add_between(make, last[1][0], *sizes)
             last = make, sizes
-        return list(kernels.listed)
+        return kernels
 
     def listed_steps(self, device: Device) -> Iterator[tuple[Make, tuple[int, ...]]]:
         """What makes calls, and sizes of them, so that these launch every kernel of steps within this model's sizes."""

@@ -68,6 +68,10 @@ class Spec:
         return bool(actual == stride) or self.shape[axis] < 2 or 0 in self.shape
 
     @property
+    def is_dense(self) -> bool:
+        return all(self.has_stride(axis, stride) for axis, stride in enumerate(row_major(self.shape)))
+
+    @property
     def span(self) -> int:
         """Bytes from the first to past the last element, 0 without elements."""
         strides = self.strides or row_major(self.shape)

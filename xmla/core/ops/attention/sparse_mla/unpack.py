@@ -120,7 +120,7 @@ def unpack(problem: Problem, device: Device) -> Plan:
 
 def _seldom(problem: Problem, device: Device) -> str | None:
     entries = problem["P"] * problem["R"]
-    references = problem["T"] * min(problem["K"], entries)
+    references = problem["T"] * smaller(problem["K"], entries)
     if 0 < MIN_REFERENCES * entries <= references:
         return None
     return f"over {entries} entries that {references} slots name"
