@@ -170,7 +170,7 @@ def test_a_profiler_sees_the_launches_that_are_made_without_one(
     tensors = tensors_of(op, case)
     attrs, specs = op.attributes(**case.attrs), _run.present_specs(op, tensors)
     _run.plan_ahead(op, [specs], attrs, torch.device("cuda", DEVICE))
-    (kind,) = _run.call_cache.ahead
+    kind, *_ = _run.call_cache.ahead  # and those that name fewer formats
     on_cpu, sizes = _run.kind_of(op, tensors, attrs, None)
     assert [part for part in kind if not isinstance(part, torch.device)] == [
         part for part in on_cpu if not isinstance(part, torch.device)
