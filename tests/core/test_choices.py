@@ -6,6 +6,7 @@ from dataclasses import replace
 import kit
 import numpy as np
 import pytest
+from hopper import NEEDS_INLINE_PTX
 
 from tools import tiles
 from xmla.core.errors import UnsupportedError
@@ -69,6 +70,7 @@ def test_a_refusal_is_of_the_callers_own_entries() -> None:
 ROWS_OF_A_PROGRAM = "more rows than SMs, or more than 16 of 4097 to 16384 columns"
 
 
+@NEEDS_INLINE_PTX
 @pytest.mark.parametrize(
     ("rows", "columns", "k", "device", "reason"),
     [
@@ -99,6 +101,7 @@ def test_many_rows_are_selected_by_hoppers_own_kernel(
         plan_call(op, specs, attrs, device, "gluon_sm90")
 
 
+@NEEDS_INLINE_PTX
 def test_a_step_of_many_requests_selects_by_it() -> None:
     """Its rows are mapped to slots by a launch of their own; those of few by the one that selects."""
     attention = [c for c in ModelConfig().decode(256, 1, 32768) if c.op in ("dsa_attention", "dsa_step")]
@@ -194,6 +197,7 @@ def test_no_kernel_is_hashed_to_find_what_joins_launches(monkeypatch: pytest.Mon
     assert len(fuse(launches, FUSIONS)) == 1
 
 
+@NEEDS_INLINE_PTX
 @pytest.mark.parametrize(
     ("rows", "columns", "kernel"),
     [

@@ -9,6 +9,7 @@ import kit
 import numpy as np
 import pytest
 from conftest import HAS_GPU
+from hopper import NEEDS_INLINE_PTX
 from triton.experimental.gluon._runtime import GluonJITFunction
 
 from xmla.core.errors import ArgumentError, UnsupportedError
@@ -375,6 +376,7 @@ def test_entries_that_slots_name_become_rows(with_lengths: bool, monkeypatch: py
     assert np.array_equal(rows.reshape(entries, -1)[named].astype(np.float64), want[named])
 
 
+@NEEDS_INLINE_PTX
 @pytest.mark.parametrize("with_ids", [False, True])
 @pytest.mark.parametrize("k", [100, 600])
 def test_clusters_map_what_they_select(k: int, with_ids: bool) -> None:

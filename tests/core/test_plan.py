@@ -7,6 +7,7 @@ from itertools import product
 import kit
 import numpy as np
 import pytest
+from hopper import NEEDS_INLINE_PTX
 
 from xmla.core.compile import Specialization, specialize
 from xmla.core.compile import compiler as compile
@@ -48,6 +49,7 @@ def test_plan(op: Op, case: Case, device: Device) -> None:
     assert set(plan.workspace) == set(plan.buffers) - set(plan.results)
 
 
+@NEEDS_INLINE_PTX
 def test_composed_step_runs_the_launches_of_its_parts() -> None:
     ops = registry()
     plan = kit.plan_of(ops["dsa_attention"], ops["dsa_attention"].cases[0], H200)
@@ -234,6 +236,7 @@ def selection(tokens: int, keys: int, mib: int, implementation: str | None = Non
     return plan
 
 
+@NEEDS_INLINE_PTX
 @pytest.mark.parametrize(
     ("tokens", "keys", "mib", "implementation", "most"),
     [(2048, 65536, 64, None, 256), (2048, 65536, 64, "triton", 192), (2000, 65536, 512, None, 2000),

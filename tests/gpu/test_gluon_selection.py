@@ -6,11 +6,11 @@ import jax
 import kit
 import pytest
 import torch
-from hopper import ON_HOPPER
+from hopper import NEEDS_INLINE_PTX, ON_HOPPER
 
 from xmla import interop, jax_api, torch_api
 
-pytestmark = ON_HOPPER
+pytestmark = [*ON_HOPPER, NEEDS_INLINE_PTX]
 
 K, SMS = 2048, 132
 Rows = Callable[[torch.Tensor], torch.Tensor]

@@ -5,14 +5,14 @@ import kit
 import numpy as np
 import pytest
 import torch
-from hopper import ON_HOPPER
+from hopper import NEEDS_INLINE_PTX, ON_HOPPER
 
 from xmla import jax_api, torch_api
 from xmla.core.op import Case
 from xmla.core.ops.layer.dsa_attention.gluon_sm90.kernel import select_slots_cluster_sm90_kernel
 from xmla.core.registry import registry
 
-pytestmark = ON_HOPPER
+pytestmark = [*ON_HOPPER, NEEDS_INLINE_PTX]
 
 OP = registry()["select_topk"]
 BY_CLUSTERS = "topk_cluster_sm90_kernel"

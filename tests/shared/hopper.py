@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from xmla.core.errors import UnsupportedError
+from xmla.core.lang.gluon import gl
 from xmla.core.op import Op, plan_call
 from xmla.core.values import H200, Spec
 
@@ -16,6 +17,8 @@ ON_HOPPER = [
         not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper"
     ),
 ]
+# Kernels that select are chosen with a Triton that has it: with an older one the portable kernels serve these calls.
+NEEDS_INLINE_PTX = pytest.mark.skipif(not hasattr(gl, "inline_asm"), reason="needs Triton 3.9")
 
 
 def supported(op: Op, inputs: Mapping[str, np.ndarray], attrs: Mapping[str, object]) -> bool:
