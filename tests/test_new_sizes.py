@@ -60,8 +60,8 @@ def test_no_step_of_a_server_is_planned_after_warmup(name: str, monkeypatch: pyt
     monkeypatch.setattr(_run, "call_cache", _run.CallCache())
     config = soak.configuration(soak.MODELS[name], 0, "torch")
     for call in config.kernel_list(H200).planned:
-        op, specs, attrs = call.bound
-        _run.plan_ahead(op, call.placed(given(op, specs)), attrs, CPU)
+        op, _, attrs = call.bound
+        _run.plan_ahead(op, call.placed(call.specs), attrs, CPU)
     formats = ("cache_format", "extra_cache_format") if name == "ModelConfigV4" else ()  # which a user need not name
     calls = 0
     for place in range(300):

@@ -158,9 +158,8 @@ def plan_calls(calls: Iterable[Call], ordinal: int) -> None:
 
     with compiling_allowed():
         for call in calls:
-            op, specs, attrs = call.bound
-            given = {name: spec for name, spec in zip(op.tensors, specs, strict=True) if spec}
-            plan_ahead(op, call.placed(given), attrs, torch.device("cuda", ordinal))
+            op, _, attrs = call.bound
+            plan_ahead(op, call.placed(call.specs), attrs, torch.device("cuda", ordinal))
 
 
 def make_engine_ready(calls: Iterable[Call], device: Device, ordinal: int) -> Warmup:
