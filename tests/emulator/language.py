@@ -399,7 +399,8 @@ class Program:
         bound = self._module(module)
         original = self.originals[module][name]
         function = getattr(original, "fn", original)
-        return types.FunctionType(function.__code__, bound, name, function.__defaults__)
+        defaults = tuple(map(self._bind, function.__defaults__ or ()))
+        return types.FunctionType(function.__code__, bound, name, defaults)
 
     def run(self, launch: Launch, arrays: Mapping[str, np.ndarray], seed: int = 0) -> None:
         """Run a launch's programs one after the other."""

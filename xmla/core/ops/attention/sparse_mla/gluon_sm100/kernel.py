@@ -36,9 +36,8 @@ from xmla.core.ops.attention.sparse_mla.gluon_sm90.common import (
     VALUE_DIMS,
     close_sums,
     hidden_zero,
-    sources_of,
     store_half,
-    task_of,
+    work_of_cta,
 )
 from xmla.core.ops.attention.sparse_mla.gluon_sm90.plain import base_of, exp2
 from xmla.core.ops.attention.sparse_mla.gluon_sm100.producers import gather, gather_packed
@@ -180,21 +179,12 @@ def sparse_mla_sm100_kernel(
     gl.static_assert(LAYOUT.dims - LAYOUT.tail == VALUE_DIMS, "two halves have the columns of 512 value dims")
     gl.static_assert(C.BLOCK_H == TILE_HEADS, "a CTA has TILE_HEADS heads")
     let_next_start(C.OVERLAP_LIMIT)
-    HEAD_BLOCKS: gl.constexpr = (C.HEADS + C.BLOCK_H - 1) // C.BLOCK_H
-    pid = gl.program_id(0)
-    head_block = pid % HEAD_BLOCKS
-    split = pid // HEAD_BLOCKS % num_splits
-    token = (pid // HEAD_BLOCKS // num_splits).to(gl.int64)
-    main, extra, main_tiles, tiles = sources_of(
-        cache_ptr, slots_ptr, lengths_ptr, extra_cache_ptr, extra_slots_ptr, extra_lengths_ptr, num_slots, num_keys,
-        slot_stride, num_extra_slots, num_extra_keys, extra_slot_stride, token, split * split_keys, split_keys,
-        TILE_KEYS, C,
+    main, extra, main_tiles, tiles, task = work_of_cta(
+        q_ptr, cache_ptr, slots_ptr, lengths_ptr, sink_ptr, extra_cache_ptr, extra_slots_ptr, extra_lengths_ptr,
+        cos_sin_ptr, positions_ptr, num_slots, num_keys, slot_stride, num_extra_slots, num_extra_keys,
+        extra_slot_stride, num_positions, num_splits, split_keys, out_ptr, lse_ptr, TILE_KEYS, HALVES, C,
     )  # fmt: skip
     tiles = gl.maximum(tiles, 1)  # one tile of invalid slots if there is no key
-    task = task_of(
-        q_ptr, sink_ptr, cos_sin_ptr, positions_ptr, num_positions, num_splits, out_ptr, lse_ptr, token, split,
-        head_block, HALVES, C,
-    )  # fmt: skip
 
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     SMEM: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)

@@ -32,8 +32,8 @@ from xmla.core.ops.attention.sparse_mla.gluon_sm90.common import (
     close_sums,
     entry_pointers,
     exponent_for_half,
-    sources_of,
-    task_of,
+    load_slots,
+    work_of_cta,
 )
 
 GROUPS = gl.constexpr(4)  # of dims: a quarter of the roped ones fills the 16 of an mma.sync
@@ -105,19 +105,6 @@ def scale_words(LAYOUT):
 def rope_is_apart(LAYOUT):
     """Whether an entry's roped dims are copied beside its other dims."""
     return LAYOUT.tail > 0 or LAYOUT.rope_values == "bfloat16"
-
-
-@gluon.jit
-def load_slots(main, extra, main_tiles, tile):
-    """Slots [BLOCK_N] of a tile's entries, −1 past the end."""
-    slots, start, end = main.slots, main.first + tile * BLOCK_N, main.end
-    if extra is not None:
-        is_extra = tile >= main_tiles
-        slots = gl.where(is_extra, extra.slots, slots)
-        start = gl.where(is_extra, extra.first + (tile - main_tiles) * BLOCK_N, start)
-        end = gl.where(is_extra, extra.end, end)
-    offs = start + gl.arange(0, BLOCK_N, layout=ROWS)
-    return gl.load(slots + offs, mask=offs < end, other=-1)
 
 
 @gluon.jit
@@ -297,10 +284,10 @@ def attend(main, extra, main_tiles, tiles, task, C: gl.constexpr):
     p_smem = gl.allocate_shared_memory(DTYPE, [BLOCK_H, BLOCK_N], SMEM_P)
     factor_smem = gl.allocate_shared_memory(gl.float32, [BLOCK_H], SMEM_VECTOR)
 
-    slot = load_slots(main, extra, main_tiles, 0)
+    slot = load_slots(main, extra, main_tiles, 0, ROWS, BLOCK_N)
     for tile in gl.static_range(AHEAD):
         copy_tile(copied, main, extra, main_tiles, tile, slot, C)
-        slot = load_slots(main, extra, main_tiles, tile + 1)
+        slot = load_slots(main, extra, main_tiles, tile + 1, ROWS, BLOCK_N)
 
     maximum = gl.full([BLOCK_H], float("-inf"), gl.float32, HEADS)
     denominator = gl.zeros([BLOCK_H], gl.float32, HEADS)
@@ -326,7 +313,7 @@ def attend(main, extra, main_tiles, tiles, task, C: gl.constexpr):
         valid = copied.valid.index(stage).load(KEYS)
         gl.barrier()
         copy_tile(copied, main, extra, main_tiles, tile + AHEAD, slot, C)
-        slot = load_slots(main, extra, main_tiles, tile + AHEAD + 1)
+        slot = load_slots(main, extra, main_tiles, tile + AHEAD + 1, ROWS, BLOCK_N)
 
         scores = gl.sum(parts_smem.load(PARTS), 0) * (C.SCALE * LOG2E)
         scores = gl.where(gl.expand_dims(valid, 0) != 0, scores, float("-inf"))
@@ -395,19 +382,9 @@ def sparse_mla_sm120_kernel(
 ):
     let_next_start(C.OVERLAP_LIMIT)
     wait_for_earlier(C.OVERLAP_LIMIT)
-    # Head blocks of one split are neighbours: they read the same entries.
-    HEAD_BLOCKS: gl.constexpr = (C.HEADS + C.BLOCK_H - 1) // C.BLOCK_H
-    pid = gl.program_id(0)
-    head_block = pid % HEAD_BLOCKS
-    split = pid // HEAD_BLOCKS % num_splits
-    token = (pid // HEAD_BLOCKS // num_splits).to(gl.int64)
-    main, extra, main_tiles, tiles = sources_of(
-        cache_ptr, slots_ptr, lengths_ptr, extra_cache_ptr, extra_slots_ptr, extra_lengths_ptr, num_slots, num_keys,
-        slot_stride, num_extra_slots, num_extra_keys, extra_slot_stride, token, split * split_keys, split_keys,
-        BLOCK_N, C,
-    )  # fmt: skip
-    task = task_of(
-        q_ptr, sink_ptr, cos_sin_ptr, positions_ptr, num_positions, num_splits, out_ptr, lse_ptr, token, split,
-        head_block, GROUPS, C,
+    main, extra, main_tiles, tiles, task = work_of_cta(
+        q_ptr, cache_ptr, slots_ptr, lengths_ptr, sink_ptr, extra_cache_ptr, extra_slots_ptr, extra_lengths_ptr,
+        cos_sin_ptr, positions_ptr, num_slots, num_keys, slot_stride, num_extra_slots, num_extra_keys,
+        extra_slot_stride, num_positions, num_splits, split_keys, out_ptr, lse_ptr, BLOCK_N, GROUPS, C,
     )  # fmt: skip
     attend(main, extra, main_tiles, tiles, task, C)

@@ -75,13 +75,34 @@ def tiles_of(source, TILE: gl.constexpr):
 
 
 @gluon.jit
-def sources_of(cache_ptr, slots_ptr, lengths_ptr, extra_cache_ptr, extra_slots_ptr, extra_lengths_ptr, num_slots,
-               num_keys, slot_stride, num_extra_slots, num_extra_keys, extra_slot_stride, token, first, split_keys,
-               TILE: gl.constexpr, C: gl.constexpr):  # fmt: skip
-    """A split's keys in both sources, and how many tiles the first one and both have.
+def rotation_of(cos_sin_ptr, positions_ptr, num_positions, token, C: gl.constexpr):
+    """The rotation of a token's results; None if there is none, or the combination of splits does it."""
+    if C.EPILOGUE.ROPE and not C.SPLIT:
+        position = gl.load(positions_ptr + token)
+        known = (position >= 0) & (position < num_positions)
+        return Rotation(cos_sin_ptr + offset_of(position, C.EPILOGUE.COS_SIN_STRIDE), known)
+    else:
+        return None
 
-    The split has `split_keys` from `first` on, of the first source's rounded up to whole tiles, then of the second's.
+
+@gluon.jit
+def work_of_cta(
+    q_ptr, cache_ptr, slots_ptr, lengths_ptr, sink_ptr, extra_cache_ptr, extra_slots_ptr, extra_lengths_ptr,
+    cos_sin_ptr, positions_ptr, num_slots, num_keys, slot_stride, num_extra_slots, num_extra_keys, extra_slot_stride,
+    num_positions, num_splits, split_keys, out_ptr, lse_ptr, TILE: gl.constexpr, POWERS: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """A CTA's keys in both sources, how many tiles of TILE the first one and both have, and its task.
+
+    The other parameters are the kernel's. A split has `split_keys`, of the first source's rounded up to whole tiles,
+    then of the second's. POWERS: groups of dims over a power of two each, if keys are split.
     """
+    # Head blocks of one split are neighbours: they read the same entries.
+    HEAD_BLOCKS: gl.constexpr = (C.HEADS + C.BLOCK_H - 1) // C.BLOCK_H
+    pid = gl.program_id(0)
+    head_block = pid % HEAD_BLOCKS
+    split = pid // HEAD_BLOCKS % num_splits
+    token = (pid // HEAD_BLOCKS // num_splits).to(gl.int64)
+    first = split * split_keys
     end = end_of_row(lengths_ptr, token, num_keys, C.SOURCE.HAS_LENGTHS)
     end = gl.minimum(end, first + split_keys)
     main = Source(pool(cache_ptr, C.LAYOUT), slots_ptr + offset_of(token, slot_stride), num_slots, first, end)
@@ -98,24 +119,7 @@ def sources_of(cache_ptr, slots_ptr, lengths_ptr, extra_cache_ptr, extra_slots_p
         tiles = main_tiles + tiles_of(extra, TILE)
     else:
         extra: gl.constexpr = None
-    return main, extra, main_tiles, tiles
 
-
-@gluon.jit
-def rotation_of(cos_sin_ptr, positions_ptr, num_positions, token, C: gl.constexpr):
-    """The rotation of a token's results; None if there is none, or the combination of splits does it."""
-    if C.EPILOGUE.ROPE and not C.SPLIT:
-        position = gl.load(positions_ptr + token)
-        known = (position >= 0) & (position < num_positions)
-        return Rotation(cos_sin_ptr + offset_of(position, C.EPILOGUE.COS_SIN_STRIDE), known)
-    else:
-        return None
-
-
-@gluon.jit
-def task_of(q_ptr, sink_ptr, cos_sin_ptr, positions_ptr, num_positions, num_splits, out_ptr, lse_ptr, token, split,
-            head_block, POWERS: gl.constexpr, C: gl.constexpr):  # fmt: skip
-    """The task of a CTA; POWERS: groups of dims over a power of two each, if keys are split."""
     place = offset_of(token, C.HEADS)
     lse_place = place
     if C.SPLIT:
@@ -123,19 +127,20 @@ def task_of(q_ptr, sink_ptr, cos_sin_ptr, positions_ptr, num_positions, num_spli
         lse_place = offset_of(place, 1 + POWERS)
     rotation = rotation_of(cos_sin_ptr, positions_ptr, num_positions, token, C)
     q_row = q_ptr + offset_of(token, C.Q_STRIDE_T)
-    return Task(q_row, sink_ptr, rotation, out_ptr + offset_of(place, VALUE_DIMS), lse_ptr + lse_place, head_block)
+    out_row = out_ptr + offset_of(place, VALUE_DIMS)
+    return main, extra, main_tiles, tiles, Task(q_row, sink_ptr, rotation, out_row, lse_ptr + lse_place, head_block)
 
 
 @gluon.jit
-def load_slots(main, extra, main_tiles, tile, LAYOUT: gl.constexpr):
-    """Slots [TILE_KEYS] of a tile's entries, −1 past the end."""
-    slots, start, end = main.slots, main.first + tile * TILE_KEYS, main.end
+def load_slots(main, extra, main_tiles, tile, LAYOUT: gl.constexpr, TILE: gl.constexpr = TILE_KEYS):
+    """Slots [TILE] of a tile's entries, −1 past the end."""
+    slots, start, end = main.slots, main.first + tile * TILE, main.end
     if extra is not None:
         is_extra = tile >= main_tiles
         slots = gl.where(is_extra, extra.slots, slots)
-        start = gl.where(is_extra, extra.first + (tile - main_tiles) * TILE_KEYS, start)
+        start = gl.where(is_extra, extra.first + (tile - main_tiles) * TILE, start)
         end = gl.where(is_extra, extra.end, end)
-    offs = start + gl.arange(0, TILE_KEYS, layout=LAYOUT)
+    offs = start + gl.arange(0, TILE, layout=LAYOUT)
     return gl.load(slots + offs, mask=offs < end, other=-1)
 
 
