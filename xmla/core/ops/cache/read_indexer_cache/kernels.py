@@ -3,6 +3,7 @@ import triton.language as tl
 
 from xmla.core.lang.numbers import as_bytes, as_words
 from xmla.core.lang.offsets import offset_of
+from xmla.core.lang.slots import load_slot
 
 
 @triton.jit
@@ -21,8 +22,7 @@ def read_indexer_cache_kernel(
 ):
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)  # [BLOCK_T]
     stored = token < num_tokens
-    slot = tl.load(slots_ptr + offset_of(token, SLOT_STRIDE), mask=stored, other=-1)
-    ok = (slot >= 0) & (slot < num_slots)
+    slot, ok = load_slot(slots_ptr, token, stored, num_slots, SLOT_STRIDE)
     base = offset_of(slot // PAGE_SIZE, PAGE_STRIDE)
     offset = slot % PAGE_SIZE
     cache = as_bytes(cache_ptr)

@@ -3,6 +3,7 @@ import triton.language as tl
 
 from xmla.core.lang.entries import LANES, TAIL_LANES, entry_offsets, load_entries
 from xmla.core.lang.offsets import offset_of
+from xmla.core.lang.slots import load_slot
 
 
 @triton.jit
@@ -19,8 +20,7 @@ def read_mla_cache_kernel(
     BLOCK_T: tl.constexpr,
 ):
     token = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)  # [BLOCK_T]
-    slot = tl.load(slots_ptr + offset_of(token, SLOT_STRIDE), mask=token < num_tokens, other=-1)
-    ok = (slot >= 0) & (slot < num_slots)
+    slot, ok = load_slot(slots_ptr, token, token < num_tokens, num_slots, SLOT_STRIDE)
     dtype: tl.constexpr = rows_ptr.dtype.element_ty
     data, scales = entry_offsets(slot, LAYOUT, PAGE_STRIDE, PAGE_SIZE)
     value, tail = load_entries(cache_ptr, data, scales, ok, dtype, LAYOUT)

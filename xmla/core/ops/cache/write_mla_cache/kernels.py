@@ -3,6 +3,7 @@ import triton.language as tl
 
 from xmla.core.lang.entries import LANES, TAIL_LANES, store_entries
 from xmla.core.lang.offsets import offset_of
+from xmla.core.lang.slots import load_slot
 
 
 @triton.jit
@@ -11,8 +12,7 @@ def write_entries(program, latent_ptr, rope_ptr, slots_ptr, cache_ptr, num_token
     LAYOUT: tl.constexpr = C.LAYOUT
     BLOCK_T: tl.constexpr = C.BLOCK_T
     token = (program * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)  # [BLOCK_T]
-    slot = tl.load(slots_ptr + offset_of(token, C.SLOT_STRIDE), mask=token < num_tokens, other=-1)
-    ok = (slot >= 0) & (slot < num_slots)
+    slot, ok = load_slot(slots_ptr, token, token < num_tokens, num_slots, C.SLOT_STRIDE)
     offs_l = tl.arange(0, LANES)[None, :]
     latent_ptrs = latent_ptr + offset_of(token[:, None], C.LATENT_STRIDE) + offs_l
     value = tl.load(latent_ptrs, mask=ok[:, None] & (offs_l < LAYOUT.latent), other=0.0).to(tl.float32)
