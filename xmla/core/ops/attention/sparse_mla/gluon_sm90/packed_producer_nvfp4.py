@@ -91,46 +91,27 @@ def scale_pairs(scales):
     )  # fmt: skip
 
 
-@gluon.jit
-def to_half(words, twice):
-    """e2m1 words [TILE_KEYS, BLOCKS, BLOCK_WORDS] times scale pairs: float16 pairs [TILE_KEYS, HALF_DIMS / 2] i32.
+@gluon.constexpr_function
+def conversion():
+    """PTX of a word $4 of e2m1 times scale pair $5: float16 pairs $0 … $3, each of a byte.
 
     The four bits of a value become sign, and the last exponent and first mantissa bits, of a float16: it over 2**14.
     """
+    lines = [".reg .b32 l, x, y;", "shl.b32 l, $4, 4;"]
+    for byte, selector in enumerate(("0x4000", "0x5111", "0x6222", "0x7333")):  # x: of $4 on top, of l below
+        lines += [f"prmt.b32 x, l, $4, {selector};", "shr.u32 y, x, 3;", "and.b32 x, x, 0x80008000;"]
+        lines += ["and.b32 y, y, 0x0E000E00;", "or.b32 x, x, y;", f"mul.f16x2 ${byte}, x, $5;"]
+    return "\n".join(["{", *lines, "}"])
+
+
+@gluon.jit
+def to_half(words, twice):
+    """e2m1 words [TILE_KEYS, BLOCKS, BLOCK_WORDS] times scale pairs: float16 pairs [TILE_KEYS, HALF_DIMS / 2] i32."""
     words = gl.convert_layout(gl.reshape(words, (TILE_KEYS, BLOCKS, GROUPS, 2)), GROUPED, assert_trivial=True)
     twice, words = gl.broadcast(gl.expand_dims(twice, 3), words)
     pairs = gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 l, x, y;
-        shl.b32 l, $4, 4;
-        prmt.b32 x, l, $4, 0x4000;
-        shr.u32 y, x, 3;
-        and.b32 x, x, 0x80008000;
-        and.b32 y, y, 0x0E000E00;
-        or.b32 x, x, y;
-        mul.f16x2 $0, x, $5;
-        prmt.b32 x, l, $4, 0x5111;
-        shr.u32 y, x, 3;
-        and.b32 x, x, 0x80008000;
-        and.b32 y, y, 0x0E000E00;
-        or.b32 x, x, y;
-        mul.f16x2 $1, x, $5;
-        prmt.b32 x, l, $4, 0x6222;
-        shr.u32 y, x, 3;
-        and.b32 x, x, 0x80008000;
-        and.b32 y, y, 0x0E000E00;
-        or.b32 x, x, y;
-        mul.f16x2 $2, x, $5;
-        prmt.b32 x, l, $4, 0x7333;
-        shr.u32 y, x, 3;
-        and.b32 x, x, 0x80008000;
-        and.b32 y, y, 0x0E000E00;
-        or.b32 x, x, y;
-        mul.f16x2 $3, x, $5;
-        }
-        """,
-        "=&r,=&r,=&r,=r,r,r", [words, twice], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
+        conversion(), "=&r,=&r,=&r,=r,r,r", [words, twice], dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=True, pack=1,
     )  # fmt: skip
     return gl.reshape(gl.join(gl.join(pairs[0], pairs[2]), gl.join(pairs[1], pairs[3])), (TILE_KEYS, HALF_DIMS // 2))
 
