@@ -18,7 +18,8 @@ import pytest
 from conftest import EVERYTHING
 
 from xmla import ArgumentError, ModelConfig, UnsupportedError, model_config
-from xmla.core.models.base import Model, specializations
+from xmla.core.models.base import Model
+from xmla.core.models.calls import specializations
 from xmla.core.models.glm_flash import ModelConfigGlmFlash
 from xmla.core.models.mistral_large4 import ModelConfigMistralLarge4
 from xmla.core.models.published import PUBLISHED

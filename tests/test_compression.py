@@ -20,7 +20,7 @@ from xmla.core.formats import stored_values
 from xmla.core.op import plan_call
 from xmla.core.ops.cache.compress_kv.cases import angles
 from xmla.core.registry import registry
-from xmla.torch_api._run import plan_tensors
+from xmla.torch_api._prepared import plan_tensors
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 DIM, LENGTH = 32, 32  # small keys, so that many tokens are quick

@@ -13,7 +13,7 @@ from triton.runtime import driver
 
 from xmla import UnsupportedError, torch_api
 from xmla.core.registry import registry
-from xmla.torch_api import _private, _run
+from xmla.torch_api import _prepared, _private
 from xmla.torch_api._all_ops import TORCH_OPS
 
 # Compiling needs no GPU, but a Triton that was imported without TRITON_INTERPRET: a process of its own for all of it.
@@ -24,7 +24,7 @@ from triton.runtime.cache import FileCacheManager
 from xmla import CompileError
 from xmla.core.compile import compiler as xc
 from xmla.core.values import H200
-from xmla.core.models.base import Call
+from xmla.core.models.calls import Call
 from xmla.core.values import Spec
 
 folder = Path(sys.argv[1])
@@ -244,12 +244,12 @@ def fork_once(device: str) -> None:
     case = op.cases[0]
     arguments = kit.torch_inputs(op, kit.make(case), device)
     want = torch_api.map_slots(*arguments, **case.attrs)
-    assert _run.call_cache.prepared
+    assert _prepared.call_cache.prepared
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            if _run.call_cache.prepared or _run.call_cache.recent:
+            if _prepared.call_cache.prepared or _prepared.call_cache.recent:
                 code = 4
             else:
                 again = torch_api.map_slots(*arguments, **case.attrs)

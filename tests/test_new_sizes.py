@@ -18,7 +18,7 @@ from xmla.core.op import Op
 from xmla.core.op.template import Specs, sizes_of, trace_call
 from xmla.core.registry import registry
 from xmla.core.values import H200, Spec
-from xmla.torch_api import _run
+from xmla.torch_api import _prepared
 from xmla.torch_api._arrays import spec_of
 
 CPU = torch.device("cpu")
@@ -50,18 +50,18 @@ def test_families_of_ever_new_sizes_are_few_and_all_kept(name: str, monkeypatch:
         else:
             template = trace_call(op, specs, attrs, H200, None)
             families.insert(0, template.trace.function((template.workspace_bytes,)))
-    assert len(families) <= MOST_FAMILIES[name] <= _run.CallCache.FAMILIES
+    assert len(families) <= MOST_FAMILIES[name] <= _prepared.CallCache.FAMILIES
 
 
 @pytest.mark.parametrize("name", ["ModelConfigV4", "ModelConfigGlmFlash"])
 def test_no_step_of_a_server_is_planned_after_warmup(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first call of a family would wait for milliseconds, in the middle of serving."""
-    monkeypatch.setattr(_run, "device_of", lambda _: H200)
-    monkeypatch.setattr(_run, "call_cache", _run.CallCache())
+    monkeypatch.setattr(_prepared, "device_of", lambda _: H200)
+    monkeypatch.setattr(_prepared, "call_cache", _prepared.CallCache())
     config = soak.configuration(soak.MODELS[name], 0, "torch")
     for call in config.kernel_list(H200).planned:
         op, _, attrs = call.bound
-        _run.plan_ahead(op, call.placed(call.specs), attrs, CPU)
+        _prepared.plan_ahead(op, call.placed(call.specs), attrs, CPU)
     formats = ("cache_format", "extra_cache_format") if name == "ModelConfigV4" else ()  # which a user need not name
     calls = 0
     for place in range(300):
@@ -69,8 +69,11 @@ def test_no_step_of_a_server_is_planned_after_warmup(name: str, monkeypatch: pyt
             op, specs, attrs = call.bound
             attrs = attrs._replace(**dict.fromkeys(attr for attr in attrs._fields if attr in formats))
             seen = as_compiled(given(op, specs))
-            kind, sizes = _run.kind_of_specs(op, seen, attrs, CPU), sizes_of(tuple(map(seen.get, op.tensors)), attrs)
-            prepared = _run.call_cache.find_of_kind(kind, sizes, attrs)
+            kind, sizes = (
+                _prepared.kind_of_specs(op, seen, attrs, CPU),
+                sizes_of(tuple(map(seen.get, op.tensors)), attrs),
+            )
+            prepared = _prepared.call_cache.find_of_kind(kind, sizes, attrs)
             assert prepared is not None, f"{name}/0/{place}: {call}"
             calls += 1
     assert calls > 2000
@@ -90,7 +93,7 @@ def test_integers_that_begin_anywhere_are_of_two_kinds() -> None:
         indices, table = (
             rows.flatten()[at : at + 63].view(9, 7) for rows, at in ((memory[0], first), (memory[2], second))
         )
-        kinds.add(_run.kind_of(op, [indices, table, None, None], op.attributes(page_size=64), None)[0])
+        kinds.add(_prepared.kind_of(op, [indices, table, None, None], op.attributes(page_size=64), None)[0])
     assert len(kinds) == 2
 
 
@@ -98,5 +101,5 @@ def test_a_dense_tensor_is_of_one_kind_whatever_its_strides_are() -> None:
     """Along an axis of one element they are any; a template would ask of each which one it is."""
     op, memory, table = registry()["map_slots"], torch.zeros(100, dtype=torch.int32), torch.zeros(1, 5).int()
     rows = [memory.as_strided((1, 8), (8, 1)), memory.as_strided((1, 8), (100, 1)), memory[:16].view(2, 8)]
-    found = [_run.kind_of(op, [each, table, None, None], op.attributes(page_size=64), None) for each in rows]
+    found = [_prepared.kind_of(op, [each, table, None, None], op.attributes(page_size=64), None) for each in rows]
     assert len({kind for kind, _ in found}) == 1 and len({sizes for _, sizes in found}) == 2

@@ -264,7 +264,7 @@ def test_the_model_lists_the_calls_of_a_step(
     from xmla.core.op import Op
     from xmla.core.parallel import parts
     from xmla.core.values import Attributes, Spec, row_major
-    from xmla.torch_api import _run, parallel
+    from xmla.torch_api import _prepared, parallel
 
     def key(op: str, specs: list[Spec | None], attrs: Attributes) -> tuple[object, ...]:
         def strides(spec: Spec) -> list[int]:  # that of an axis of one element means nothing
@@ -276,15 +276,15 @@ def test_the_model_lists_the_calls_of_a_step(
         return op, [s and (s.shape, s.dtype, strides(s)) for s in specs], named
 
     called = []
-    real = _run.prepare
+    real = _prepared.prepare
 
     def prepare(op: Op, tensors: list, attrs: Attributes, *rest: object) -> object:
         assert all(t is None or t.data_ptr() % 16 == 0 for t in tensors), op.name
-        called.append(key(op.name, [t if t is None else _run.spec_of(t) for t in tensors], attrs))
+        called.append(key(op.name, [t if t is None else _prepared.spec_of(t) for t in tensors], attrs))
         return real(op, tensors, attrs, *rest)
 
-    monkeypatch.setattr(_run, "prepare", prepare)
-    monkeypatch.setattr(_run, "call_cache", _run.CallCache())
+    monkeypatch.setattr(_prepared, "prepare", prepare)
+    monkeypatch.setattr(_prepared, "call_cache", _prepared.CallCache())
     next_n = 1 if at_once is None else 3
     problem = make(Ownership(1, PAGE), (31, 17), next_n, index_format=index_format)
     pages, width = len(problem.ranks[0]["mla_cache"]), problem.whole["block_table"].shape[1]

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from xmla import ArgumentError, torch_api
 from xmla.core.registry import registry
 from xmla.core.values import ATTENTION_OUT, difference
-from xmla.torch_api import _run
+from xmla.torch_api import _prepared, _run
 
 Arguments = dict[str, Any]
 CALL: Arguments = {"softmax_scale": 0.25}
@@ -91,7 +91,7 @@ def test_another_call_is_not(change: str, arguments: Arguments, monkeypatch: pyt
     assert True not in found
     want = result(other, implementation="reference")
     assert difference(got, want, ATTENTION_OUT) is None
-    _run.call_cache.clear()
+    _prepared.call_cache.clear()
     assert np.array_equal(result(other), got), "as in a process that has made no other call"
     assert change in ("strides", "address", "implementation") or not np.array_equal(want, result(arguments))
 
@@ -159,27 +159,27 @@ def test_no_more_are_kept_than_a_few(arguments: Arguments) -> None:
                 result(
                     arguments, q=arguments["q"][:rows], slots=arguments["slots"][:rows, :columns], softmax_scale=scale
                 )
-    assert len(_run.call_cache.recent[registry()["sparse_mla"]]) == _run.CallCache.RECENT
+    assert len(_prepared.call_cache.recent[registry()["sparse_mla"]]) == _prepared.CallCache.RECENT
 
 
 def test_of_many_sizes_the_ones_that_come_again_are_kept(arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans of sizes that never come again would be looked at by each collection of garbage: 16000 take 0.3 s."""
-    monkeypatch.setattr(_run, "call_cache", _run.CallCache())
-    monkeypatch.setattr(_run.CallCache, "MOST", 4)
+    monkeypatch.setattr(_prepared, "call_cache", _prepared.CallCache())
+    monkeypatch.setattr(_prepared.CallCache, "MOST", 4)
     prepared: list[int] = []
-    prepare = _run.prepare
+    prepare = _prepared.prepare
 
     def counted(op: Any, tensors: Any, *rest: Any) -> Any:
         prepared.append(tensors[2].shape[1])
         return prepare(op, tensors, *rest)
 
-    monkeypatch.setattr(_run, "prepare", counted)
+    monkeypatch.setattr(_prepared, "prepare", counted)
     for columns in (*range(1, 11), 1, 10):
         for size in (3, columns):
-            _run.call_cache.recent.clear()
+            _prepared.call_cache.recent.clear()
             slots = arguments["slots"][:, :1].expand(2, size).contiguous()
             torch_api.sparse_mla(**arguments | {"slots": slots})
-    assert len(_run.call_cache.prepared) == 4
+    assert len(_prepared.call_cache.prepared) == 4
     assert prepared == [3, 1, 2, *range(4, 11), 1]
 
 
@@ -189,10 +189,10 @@ def test_calls_of_new_sizes_are_planned_once_and_kept_in_few_objects(
     """Objects that a collection of garbage looks at; each of thousands of sizes has so many."""
     table = torch.zeros(2, 4, dtype=torch.int32, device=device)
     traced: list[object] = []
-    trace_call = _run.trace_call
-    monkeypatch.setattr(_run, "trace_call", lambda *given: [traced.append(given), trace_call(*given)][1])
+    trace_call = _prepared.trace_call
+    monkeypatch.setattr(_prepared, "trace_call", lambda *given: [traced.append(given), trace_call(*given)][1])
     monkeypatch.setattr(_run, "run", lambda *_: ((), ()))
-    monkeypatch.setattr(_run, "call_cache", _run.CallCache())
+    monkeypatch.setattr(_prepared, "call_cache", _prepared.CallCache())
 
     def call(columns: int) -> None:
         indices = torch.zeros(2, columns, dtype=torch.int32, device=device)
@@ -208,23 +208,23 @@ def test_calls_of_new_sizes_are_planned_once_and_kept_in_few_objects(
         call(columns)
     gc.collect()
     sizes, new = len(range(101, 1001, 4)), len(traced) - families
-    assert new <= 3 and len(_run.call_cache.prepared) == 32 + sizes
+    assert new <= 3 and len(_prepared.call_cache.prepared) == 32 + sizes
     assert len(gc.get_objects()) - before <= 5 * sizes + 1000 * new
 
 
 def test_a_family_that_comes_again_stays(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many kinds of calls the ones that came last, and of a kind the families that did."""
-    monkeypatch.setattr(_run, "call_cache", _run.CallCache())
-    monkeypatch.setattr(_run.CallCache, "MOST_KINDS", 1)
-    monkeypatch.setattr(_run.CallCache, "FAMILIES", 2)
+    monkeypatch.setattr(_prepared, "call_cache", _prepared.CallCache())
+    monkeypatch.setattr(_prepared.CallCache, "MOST_KINDS", 1)
+    monkeypatch.setattr(_prepared.CallCache, "FAMILIES", 2)
     made: list[int] = []
-    make_family = _run.make_family
+    make_family = _prepared.make_family
 
     def counted(op: Any, tensors: Any, *rest: Any) -> Any:
         made.append(tensors[0].shape[1])
         return make_family(op, tensors, *rest)
 
-    monkeypatch.setattr(_run, "make_family", counted)
+    monkeypatch.setattr(_prepared, "make_family", counted)
     table = torch.zeros(0, 4, dtype=torch.int32, device=device)
     for columns in (4, 516, 8, 520, 2052, 12):  # tiles of three sizes, of which two are kept
         torch_api.map_slots(torch.zeros(0, columns, dtype=torch.int32, device=device), table, page_size=64)
@@ -232,5 +232,5 @@ def test_a_family_that_comes_again_stays(device: str, monkeypatch: pytest.Monkey
     for page_size in (1, 2):  # constants of a kernel
         torch_api.map_slots(table, table, page_size=page_size, compact=True)
     assert made[4:] == [4, 4]
-    (families,) = _run.call_cache.families.values()  # without those of another kind
+    (families,) = _prepared.call_cache.families.values()  # without those of another kind
     assert len(families) == 2

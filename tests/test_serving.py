@@ -339,7 +339,7 @@ def test_workspace_of_the_caller(device: str) -> None:
 
 def test_selection_over_a_million_keys_stays_within_its_bound() -> None:
     """8192 rows × 1M keys: the plan's memory is exact, needs no GPU to know, and keeps to 64 MiB."""
-    from xmla.core.models.base import Call
+    from xmla.core.models.calls import Call
     from xmla.core.values import KNOWN_DEVICES, Spec
 
     tokens, keys, bound = 8192, 1 << 20, 64 << 20
@@ -362,7 +362,7 @@ def test_threads_plan_and_launch_at_once(device: str) -> None:
     engine = Engine([40, 9], 64, device)
     batches = [(int32(lengths, device), engine.queries(2)) for lengths in ([40, 9], [17, 3], [1, 0], [33, 8])]
     want = [engine.attend(queries, lengths) for lengths, queries in batches]
-    torch_api._run.call_cache.clear()
+    torch_api._prepared.call_cache.clear()
     got: list[Any] = [None] * len(batches)
     start = threading.Barrier(len(batches))
 
@@ -402,9 +402,9 @@ def test_threads_share_what_the_process_keeps(
     few = lru_cache(maxsize=4)(plan_call.__wrapped__)
     monkeypatch.setattr(jax_api._run, "plan_call", few)
     monkeypatch.setattr(jax_api._ops, "plan_call", few)
-    monkeypatch.setattr(torch_api._run, "call_cache", torch_api._run.CallCache())
+    monkeypatch.setattr(torch_api._prepared, "call_cache", torch_api._prepared.CallCache())
     for bound in ("MOST", "MOST_KINDS", "FAMILIES"):
-        monkeypatch.setattr(torch_api._run.CallCache, bound, 4)
+        monkeypatch.setattr(torch_api._prepared.CallCache, bound, 4)
     front_end, zeros = {
         "torch": (torch_api, lambda shape, dtype: torch.zeros(shape, dtype=getattr(torch, dtype), device=device)),
         "jax": (jax_api, jnp.zeros),
@@ -420,7 +420,7 @@ def test_threads_share_what_the_process_keeps(
     if api == "jax":
         assert few.cache_info().currsize == 4
     else:
-        cache = torch_api._run.call_cache
+        cache = torch_api._prepared.call_cache
         assert len(cache.prepared) == 4 and 0 < len(cache.families) <= 4
         assert max(map(len, cache.families.values())) <= 4
         assert all(len(calls) <= cache.RECENT for calls in cache.recent.values())

@@ -21,7 +21,7 @@ from xmla import ArgumentError, CompileError, UnsupportedError, _warmup, jax_api
 from xmla.core.compile import compiled, compiles, compiling_allowed, specialize
 from xmla.core.compile import compiler as compile
 from xmla.core.config import settings, variables
-from xmla.core.models.base import Call
+from xmla.core.models.calls import Call
 from xmla.core.models.v32 import ModelConfig
 from xmla.core.op import Op
 from xmla.core.registry import registry
@@ -400,7 +400,7 @@ def test_nothing_compiles_after_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
     warmup(config, progress=False)
     monkeypatch.setattr(settings, "forbid_jit", True)
-    torch_api._run.call_cache.clear()
+    torch_api._prepared.call_cache.clear()
     before = len(compiles())
     for requests in (1, 2, 3, 4):
         for next_n in (1, 2):

@@ -17,7 +17,7 @@ from xmla import UnsupportedError
 from xmla import torch_api as xt
 from xmla.compat import deep_gemm
 from xmla.core.models import memory
-from xmla.core.models.base import Call, specializations
+from xmla.core.models.calls import Call, specializations
 from xmla.core.values import ATTENTION_OUT, LOGITS, Device, Spec, difference, find_device
 from xmla.sglang import attention, indexer, scratch, warmup
 

@@ -14,7 +14,7 @@ from xmla import torch_api as xt
 from xmla.compat import deep_gemm
 from xmla.core.formats.mla import PLAIN_V4
 from xmla.core.models import memory
-from xmla.core.models.base import Call, specializations
+from xmla.core.models.calls import Call, specializations
 from xmla.core.values import ATTENTION_OUT, Device, Spec, difference, find_device
 from xmla.sglang import attention_v4, indexer_v4, scratch, warmup_v4
 from xmla.sglang.warmup import Sizes

@@ -22,7 +22,7 @@ from xmla.core.op.template import sizes_of, trace_call
 from xmla.core.plan import Launch, Plan
 from xmla.core.registry import registry
 from xmla.core.values import H100, Spec, row_major
-from xmla.torch_api import _launch, _private, _run
+from xmla.torch_api import _launch, _prepared, _private, _run
 from xmla.torch_api._arrays import from_strided
 
 DEVICE, STREAM, WARPS, SHARED = 3, 7, 4, 100
@@ -162,20 +162,20 @@ def test_a_profiler_sees_the_launches_that_are_made_without_one(
         facts = {"run": replace_in(PLAIN, launch=launch), "packed_metadata": (WARPS, 1, SHARED)}
         return kernels.setdefault(kernel, SimpleNamespace(function=len(kernels), _init_handles=tuple, **facts))
 
-    monkeypatch.setattr(_run, "compiled", load)
-    monkeypatch.setattr(_run, "device_of", lambda _: H100)
-    monkeypatch.setattr(_run, "call_cache", _run.CallCache())
+    monkeypatch.setattr(_prepared, "compiled", load)
+    monkeypatch.setattr(_prepared, "device_of", lambda _: H100)
+    monkeypatch.setattr(_prepared, "call_cache", _prepared.CallCache())
     monkeypatch.setattr(_private, "current_stream", {DEVICE: STREAM}.__getitem__)
     monkeypatch.setattr(_private, "is_in_bad_fork", lambda: False)
     tensors = tensors_of(op, case)
-    attrs, specs = op.attributes(**case.attrs), _run.present_specs(op, tensors)
-    _run.plan_ahead(op, [specs], attrs, torch.device("cuda", DEVICE))
-    kind, *_ = _run.call_cache.ahead  # and those that name fewer formats
-    on_cpu, sizes = _run.kind_of(op, tensors, attrs, None)
+    attrs, specs = op.attributes(**case.attrs), _prepared.present_specs(op, tensors)
+    _prepared.plan_ahead(op, [specs], attrs, torch.device("cuda", DEVICE))
+    kind, *_ = _prepared.call_cache.ahead  # and those that name fewer formats
+    on_cpu, sizes = _prepared.kind_of(op, tensors, attrs, None)
     assert [part for part in kind if not isinstance(part, torch.device)] == [
         part for part in on_cpu if not isinstance(part, torch.device)
     ]
-    prepared = _run.call_cache.find_of_kind(kind, sizes, attrs)
+    prepared = _prepared.call_cache.find_of_kind(kind, sizes, attrs)
     assert prepared is not None and prepared.family.in_turn is None
     results = [torch.empty(1) for _ in prepared.results]
     space = torch.empty(1, dtype=torch.uint8) if prepared.workspace_bytes else None

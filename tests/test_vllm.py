@@ -19,7 +19,7 @@ from xmla.core.config import settings
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32
 from xmla.core.models import memory
-from xmla.core.models.base import Call, specializations
+from xmla.core.models.calls import Call, specializations
 from xmla.core.ops.attention.sparse_mla import unpack
 from xmla.core.parallel import Ownership
 from xmla.core.registry import registry

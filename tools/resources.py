@@ -20,7 +20,7 @@ from tools.compile_plans import build
 from xmla.core.call import Problem
 from xmla.core.compile import Specialization
 from xmla.core.formats.mla import V4
-from xmla.core.models.base import Call
+from xmla.core.models.calls import Call
 from xmla.core.plan import Launch
 from xmla.core.plan.roofline import LAUNCH_SECONDS, seconds_of
 from xmla.core.registry import registry

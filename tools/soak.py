@@ -27,7 +27,8 @@ from xmla import ModelConfig, ModelConfigGlmFlash, ModelConfigMistralLarge4, Mod
 from xmla.core.compile import Specialization, begins_anywhere
 from xmla.core.config import settings
 from xmla.core.errors import UnsupportedError
-from xmla.core.models.base import Call, Model, split
+from xmla.core.models.base import Model, split
+from xmla.core.models.calls import Call
 from xmla.core.models.v4 import V4Base
 from xmla.core.registry import registry
 from xmla.core.values import Device, Spec, alignment_of, find_device

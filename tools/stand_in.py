@@ -59,7 +59,7 @@ from xmla.core.formats.mla import V4, V32, MlaLayout
 from xmla.core.registry import registry
 from xmla.core.values import A100, L40S, RTX_PRO_6000, Device
 from xmla.machine import calls
-from xmla.torch_api import _arrays, _run
+from xmla.torch_api import _arrays, _prepared, _run
 from xmla.torch_api._all_ops import TORCH_OPS
 
 PARTS = {
@@ -134,7 +134,7 @@ def install() -> None:
         found = own_device(device)
         return found if device.type == "cpu" else replace(part(), name=f"stand-in: {found.name}", num_sms=found.num_sms)
 
-    _arrays.device_of = _run.device_of = device_of
+    _arrays.device_of = _prepared.device_of = _run.device_of = device_of
 
 
 def in_processes(tell: Callable[[Any], Any], items: list[Any], jobs: int) -> Iterator[tuple[Any, Any]]:

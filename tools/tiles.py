@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 
 from tools.resources import calls
-from xmla.core.models.base import Call
+from xmla.core.models.calls import Call
 from xmla.core.plan import Launch
 from xmla.core.registry import registry
 from xmla.core.values import KNOWN_DEVICES, Device

@@ -13,7 +13,8 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from xmla.core.compile import Specialization, compiled, compiling_allowed, serving_begins
 from xmla.core.errors import ArgumentError, UnsupportedError
-from xmla.core.models.base import Call, Model, kernel_list
+from xmla.core.models.base import Model
+from xmla.core.models.calls import Call, kernel_list
 from xmla.core.values import Attr, Device, find_device
 
 log = logging.getLogger("xmla")
@@ -154,7 +155,7 @@ def plan_calls(calls: Iterable[Call], ordinal: int) -> None:
         return
     if not torch.cuda.is_available():
         return
-    from xmla.torch_api._run import plan_ahead
+    from xmla.torch_api._prepared import plan_ahead
 
     with compiling_allowed():
         for call in calls:

@@ -20,7 +20,7 @@ from xmla.core.call import LARGEST_SIZE
 from xmla.core.formats.indexer import INDEXER_LAYOUTS, IndexerLayout
 from xmla.core.formats.mla import MLA_LAYOUTS, MlaLayout
 from xmla.core.formats.parts import entry_of
-from xmla.core.models.base import Call
+from xmla.core.models.calls import Call
 from xmla.core.op import Case, Op
 from xmla.core.values import H200, Spec
 from xmla.torch_api._all_ops import TORCH_OPS

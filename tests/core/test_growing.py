@@ -8,7 +8,7 @@ from conftest import EVERYTHING
 
 from xmla.core.compile import Specialization
 from xmla.core.errors import UnsupportedError
-from xmla.core.models.base import Call
+from xmla.core.models.calls import Call
 from xmla.core.op import Case, Op
 from xmla.core.registry import registry
 from xmla.core.values import H200, RTX_PRO_6000, Device, Spec

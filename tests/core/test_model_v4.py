@@ -8,7 +8,7 @@ from transformers import DeepseekV4Config
 
 from xmla import ArgumentError, ModelConfigV4
 from xmla.core.compile import Specialization
-from xmla.core.models.base import Call
+from xmla.core.models.calls import Call
 from xmla.core.registry import registry
 from xmla.core.values import H200
 from xmla.demo import deepseek_v4

@@ -13,7 +13,8 @@ from xmla.core.compile import Specialization, specialize
 from xmla.core.compile import compiler as compile
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.formats.mla import V4
-from xmla.core.models.base import Call, Model
+from xmla.core.models.base import Model
+from xmla.core.models.calls import Call
 from xmla.core.models.glm_flash import ModelConfigGlmFlash
 from xmla.core.models.mistral_large4 import ModelConfigMistralLarge4
 from xmla.core.models.v4 import ModelConfigV4

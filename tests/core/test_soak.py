@@ -10,7 +10,8 @@ from tools import soak
 from xmla import ModelConfigV4
 from xmla.core.compile import Specialization
 from xmla.core.models import base
-from xmla.core.models.base import Call, Model, specializations
+from xmla.core.models.base import Model
+from xmla.core.models.calls import Call, specializations
 from xmla.core.models.checkpoint import model_config
 from xmla.core.models.published import PUBLISHED
 from xmla.core.op import trace_call

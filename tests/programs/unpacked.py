@@ -12,7 +12,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 
 from xmla.cli.plan import typical
 from xmla.core.compile import compiled
-from xmla.core.models.base import Call
+from xmla.core.models.calls import Call
 from xmla.core.registry import registry
 from xmla.core.values import DTYPES, H200, assume_device
 from xmla.machine.environment import HAS_GPU

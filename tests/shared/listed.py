@@ -7,7 +7,7 @@ import pytest
 from conftest import EVERYTHING
 
 from xmla.core.compile import Specialization
-from xmla.core.models.base import Call
+from xmla.core.models.calls import Call
 from xmla.core.values import KNOWN_DEVICES, Device
 
 # Plans follow architecture and SMs: of devices that are alike in both one stands for all, or one for a generation.

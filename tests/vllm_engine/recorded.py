@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from xmla import torch_api as xt
-from xmla.core.models.base import Call, specializations
+from xmla.core.models.calls import Call, specializations
 from xmla.core.registry import registry
 from xmla.core.values import KNOWN_DEVICES, Device
 from xmla.torch_api._arrays import spec_of

@@ -36,7 +36,7 @@ from benchmarks.engines.vllm.engines import OPS
 from benchmarks.engines.vllm.workers import told
 from xmla import torch_api as xt
 from xmla.core.config import settings
-from xmla.core.models.base import Call
+from xmla.core.models.calls import Call
 from xmla.core.values import KNOWN_DEVICES
 
 MADE: dict[str, Call] = {}

@@ -8,7 +8,7 @@ from statistics import geometric_mean
 
 from tools.report.markdown import table
 from tools.report.results import Line, lines_of
-from xmla.core.models.base import Call
+from xmla.core.models.calls import Call
 from xmla.core.values import H200, Spec
 
 SCALE = 0.1352

@@ -13,9 +13,9 @@ import torch
 from xmla import ModelConfig, torch_api, warmup
 from xmla.bench import problems
 from xmla.bench.host_time import host_us
-from xmla.core.models.base import Call
+from xmla.core.models.calls import Call
 from xmla.core.registry import registry
-from xmla.torch_api import _run
+from xmla.torch_api import _prepared
 
 WARM_UP, CALLS = 500, 2000  # calls of new sizes: before and in a measurement, as many as are kept
 PAGES = 1 << 14  # of a server's pools: a million tokens
@@ -166,7 +166,7 @@ def new_size_line(name: str, make: Callable[[random.Random], Any], warmed: bool)
         function(*tensors, **attrs)
         return time.perf_counter() - start
 
-    _run.call_cache.clear()
+    _prepared.call_cache.clear()
     if warmed:
         warmup(CONFIG, progress=False)
     for _ in range(WARM_UP):
@@ -179,8 +179,8 @@ def new_size_line(name: str, make: Callable[[random.Random], Any], warmed: bool)
         gc.collect()
         objects = len(gc.get_objects()) - objects
     gc.unfreeze()
-    families = sum(map(len, _run.call_cache.families.values()))
-    _run.call_cache.clear()
+    families = sum(map(len, _prepared.call_cache.families.values()))
+    _prepared.call_cache.clear()
     case = "host time of an eager torch call of new sizes" + ", after warm-up" * warmed
     return {
         "op": name, "case": case, "host_us": round(times[CALLS // 2], 2),

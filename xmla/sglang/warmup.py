@@ -16,7 +16,8 @@ from xmla._warmup import make_engine_ready
 from xmla.compat.deep_gemm import row_stride
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.models import memory, selection
-from xmla.core.models.base import Call, map_call
+from xmla.core.models.base import map_call
+from xmla.core.models.calls import Call
 from xmla.core.models.steps import around_powers_of_2, full_waves, token_counts
 from xmla.core.values import Device, Spec, cdiv
 from xmla.sglang.attention import FORMATS, SERVED

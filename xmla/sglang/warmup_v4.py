@@ -12,7 +12,8 @@ import torch
 
 from xmla.core.formats.mla import PLAIN_V4
 from xmla.core.models import memory
-from xmla.core.models.base import Call, map_call
+from xmla.core.models.base import map_call
+from xmla.core.models.calls import Call
 from xmla.core.models.steps import SPLIT_TOKENS, around_powers_of_2, full_waves, token_counts
 from xmla.core.values import Device, Spec, cdiv
 from xmla.sglang.warmup import Sizes, make_ready, most_tokens, paged_logits, ragged_logits, select

@@ -18,11 +18,9 @@ from xmla.core.values import Attributes, Spec, assumed_device
 from xmla.torch_api import _private
 from xmla.torch_api._arrays import from_numpy, to_numpy
 from xmla.torch_api._batching import call_each, results_of_none
-from xmla.torch_api._memory import check_overlap, spaces
-from xmla.torch_api._run import (
+from xmla.torch_api._checks import (
     Tensors,
     by_name,
-    call,
     check_devices,
     check_memory,
     check_out,
@@ -30,13 +28,11 @@ from xmla.torch_api._run import (
     check_tensor,
     check_tensors,
     check_workspace,
-    look_up,
-    plan_tensors,
-    recall,
-    run,
-    specs_of,
     written_names,
 )
+from xmla.torch_api._memory import check_overlap, spaces
+from xmla.torch_api._prepared import plan_tensors, recall, specs_of
+from xmla.torch_api._run import call, look_up, run
 
 _library = torch.library.Library("xmla", "DEF")
 _SCHEMA_TYPES = {int: "SymInt", float: "float", bool: "bool", str: "str"}

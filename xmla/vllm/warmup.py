@@ -18,7 +18,8 @@ from xmla.core.compile import compiling_allowed
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V32
 from xmla.core.models import memory, selection
-from xmla.core.models.base import Call, map_call
+from xmla.core.models.base import map_call
+from xmla.core.models.calls import Call
 from xmla.core.models.steps import around_powers_of_2, full_waves, token_counts
 from xmla.core.values import Device, Spec, cdiv
 from xmla.torch_api._arrays import device_of, spec_of

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import MlaLayout
-from xmla.core.models.base import Call, Model, layout_of, split
+from xmla.core.models.base import Model, layout_of, split
+from xmla.core.models.calls import Call
 from xmla.core.values import Spec, cdiv
 
 PAGES = 1024  # of every pool; arbitrary, since `specializations` replaces it by few and many

@@ -7,7 +7,7 @@ from typing import Any
 
 from xmla.core.call import ALIGNED, whole_vectors
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32, MlaLayout
-from xmla.core.models.base import Call
+from xmla.core.models.calls import Call
 from xmla.core.models.steps import SPLIT_TOKENS
 from xmla.core.values import Device, Spec
 

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from xmla.core.models.base import Call, Model
+from xmla.core.models.base import Model
+from xmla.core.models.calls import Call
 from xmla.core.models.v32 import ModelConfig
 from xmla.core.values import Spec
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import VALUE_DIMS, MlaLayout
-from xmla.core.models.base import Call, Model, layout_of, split
+from xmla.core.models.base import Model, layout_of, split
+from xmla.core.models.calls import Call
 from xmla.core.parallel import LOGITS_BYTES, parts, received_bytes
 from xmla.core.values import Spec, cdiv
 

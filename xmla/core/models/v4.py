@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import VALUE_DIMS
-from xmla.core.models.base import Call, Model, layout_of, split
+from xmla.core.models.base import Model, layout_of, split
+from xmla.core.models.calls import Call
 from xmla.core.values import Spec, cdiv
 
 RATIOS = (4, 128)  # tokens per entry; with 4 the indexer selects entries, with 128 all are attended to

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from xmla.core.formats.mla import VALUE_DIMS
-from xmla.core.models.base import Call
+from xmla.core.models.calls import Call
 from xmla.core.models.v4 import PAGES, V4Base
 from xmla.core.values import Spec
 

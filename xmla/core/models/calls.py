@@ -1,0 +1,202 @@
+"""Calls of ops as specs, and the kernels that they launch."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from xmla.core.compile import Specialization, begins_anywhere, specialize
+from xmla.core.op import Op, Sizes, kind_of, plan_call, sizes_of, trace_call
+from xmla.core.plan import Launch, Plan, estimate
+from xmla.core.registry import registry
+from xmla.core.values import Attributes, Device, Spec, Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One op at given sizes: its arguments' specs by name, and its attributes.
+
+    Attributes:
+        alternative: A step may make it in the place of calls before it.
+        unaligned: In some steps arrays begin on no multiple of 16 bytes, as where a step's others end.
+    """
+
+    op: str
+    specs: Mapping[str, Spec]
+    attrs: Mapping[str, Any]
+    alternative: bool = False
+    unaligned: bool = False
+
+    @property
+    def bound(self) -> tuple[Op, tuple[Spec | None, ...], Attributes]:
+        """The op, its arguments in order and its attributes."""
+        op = registry()[self.op]
+        return op, tuple(self.specs.get(name) for name in op.tensors), op.attributes(**self.attrs)
+
+    def plan(self, device: Device, implementation: str | None = None) -> Plan:
+        return plan_call(*self.bound, device, implementation)[0]
+
+    def specializations(self, device: Device) -> list[Specialization]:
+        """The kernels that the call launches on `device`."""
+        plan = self.plan(device)
+        return self.specialized(plan, plan.active, self.specs)
+
+    def specialized(self, plan: Plan, launches: Iterable[Launch], specs: Mapping[str, Spec]) -> list[Specialization]:
+        """The kernels of these launches of the call's plan. `specs` are its arguments, perhaps with a trace's sizes.
+
+        Where arguments begin does not change the plan.
+        """
+        return [specialize(launch, plan, each) for each in self.placed(specs) for launch in launches]
+
+    def placed(self, specs: Mapping[str, Spec]) -> list[Mapping[str, Spec]]:
+        """The arguments `specs`, and where the call says so the same that begin on no multiple of 16 bytes."""
+        if not self.unaligned:
+            return [specs]
+        anywhere = [name for name, spec in specs.items() if begins_anywhere(name, spec)]
+        return [specs, {**specs, **{n: replace(specs[n], alignment=specs[n].itemsize) for n in anywhere}}]
+
+    def with_pages(self, pages: int) -> "Call":
+        """The call with pools of `pages` pages."""
+        tensors = registry()[self.op].tensors
+        pools = {name: spec for name, spec in self.specs.items() if tensors[name].format is not None}
+        pools = {name: replace(spec, shape=(pages, *spec.shape[1:])) for name, spec in pools.items()}
+        return replace(self, specs={**self.specs, **pools})
+
+    def of_parts_of_rows(self) -> "tuple[Call, ...]":
+        """The call with latents and roped dims as parts of one row, if it writes latents."""
+        if "latent" not in self.specs:
+            return ()
+        latent, rope = self.specs["latent"], self.specs["rope"]
+        strides = latent.shape[1] + rope.shape[1], 1
+        parts = {"latent": replace(latent, strides=strides), "rope": replace(rope, strides=strides)}
+        return (replace(self, specs={**self.specs, **parts}),)
+
+    def with_unaligned(self) -> "Call":
+        """The call, and the same with arrays that begin on no multiple of 16 bytes."""
+        return replace(self, unaligned=True)
+
+    def estimate(self, device: Device, keys: float | None = None) -> float | None:
+        """The least seconds by the roofline, with `keys` in every request, by default as many as fit."""
+        op = registry()[self.op]
+        problem = op.bind(self.specs, op.attributes(**self.attrs))
+        return estimate(op.work(problem, keys), self.plan(device), device)
+
+
+# What makes the calls of a step of some sizes.
+Make = Callable[..., Iterable[Call]]
+
+
+def specializations(calls: Iterable[Call], device: Device) -> list[Specialization]:
+    """The kernels that these calls launch on `device`, each once, in order of first use."""
+    return list(kernel_list(calls, device).listed)
+
+
+def kernel_list(calls: Iterable[Call], device: Device) -> "KernelList":
+    """The list of these calls on `device`."""
+    kernels = KernelList(device)
+    for call in calls:
+        kernels.add(call)
+    return kernels
+
+
+@dataclass(slots=True, eq=False)
+class Kind:
+    """Calls that differ in sizes alone: those that were looked at, and what tells that one has another's kernels.
+
+    Attributes:
+        has_room: Whether they say how many bytes of workspace there are.
+    """
+
+    has_room: bool
+    seen: set[Sizes] = field(default_factory=set)
+    families: list[Callable[..., Any]] = field(default_factory=list)
+
+    def is_new(self, sizes: Sizes) -> bool:
+        """Whether no call with the same kernels was there before."""
+        if sizes in self.seen:
+            return False
+        self.seen.add(sizes)
+        return self.family(sizes) is None
+
+    def family(self, sizes: Sizes) -> Callable[..., Any] | None:
+        """What tells the calls with the kernels of one of these sizes, if there was one."""
+        for place, family in enumerate(self.families):
+            if family(*sizes) is not None:
+                self.families.insert(0, self.families.pop(place))
+                return family
+        return None
+
+
+class KernelList:
+    """The kernels of calls on a device, each once, in order of first use.
+
+    Of calls that differ in sizes alone, and give the answers on which the plan of the first of them depends, one is
+    planned. Likewise a step's calls are made once: for other sizes theirs are arithmetic (core/op/template.py).
+
+    Attributes:
+        planned: The calls that were planned, one for all with its answers.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device: Device = device
+        self.listed: dict[Specialization, None] = {}
+        self.planned: list[Call] = []
+        self._kinds: dict[Any, Kind] = {}
+        self._steps: defaultdict[Make, list[Callable[..., Any]]] = defaultdict(list)
+
+    def add(self, call: Call) -> None:
+        kind, sizes = self._kind(call)
+        if kind.is_new(sizes):
+            self._plan(call, kind)
+
+    def add_step(self, make: Make, *sizes: int) -> None:
+        """Add the calls that `make` makes of these sizes, as it makes those of others with equal answers."""
+        for place, (kind, of_call) in enumerate(self._calls(make, sizes)):
+            if kind.is_new(of_call):
+                self._plan([*make(*sizes)][place], kind)
+
+    def add_between(self, make: Make, low: int, high: int, *sizes: int) -> None:
+        """Add what is between two numbers of tokens or requests where a workspace's room gives them other kernels.
+
+        From one on rows do not fit it, from others fewer of a row's parts; between two that are served alike there is
+        none.
+        """
+        middle = (low + high) // 2
+        if middle in (low, high) or self._of_room(make, low, *sizes) == self._of_room(make, high, *sizes):
+            return
+        self.add_step(make, middle, *sizes)
+        self.add_between(make, low, middle, *sizes)
+        self.add_between(make, middle, high, *sizes)
+
+    def _of_room(self, make: Make, *sizes: int) -> list[Callable[..., Any] | None]:
+        """What tells a step's calls that say how many bytes of workspace there are from others."""
+        return [kind.family(of_call) for kind, of_call in self._calls(make, sizes) if kind.has_room]
+
+    def _calls(self, make: Make, sizes: tuple[int, ...]) -> list[tuple[Kind, Sizes]]:
+        known = (calls for step in self._steps[make] if (calls := step(*sizes)) is not None)
+        return next(known, None) or self._trace_step(make, sizes)(*sizes)
+
+    def _trace_step(self, make: Make, sizes: tuple[int, ...]) -> Callable[..., Any]:
+        """What gives the kinds and sizes of a step's calls, of its own sizes; None for a step of other calls."""
+        trace = Trace()
+        self._steps[make].append(trace.function([self._kind(call) for call in make(*map(trace.input, sizes))]))
+        return self._steps[make][-1]
+
+    def _kind(self, call: Call) -> tuple[Kind, Sizes]:
+        op, specs, attrs = call.bound
+        key = call.unaligned, *kind_of(op, specs, attrs)
+        return self._kinds.setdefault(key, Kind("workspace_bytes" in call.attrs)), sizes_of(specs, attrs)
+
+    def _plan(self, call: Call, kind: Kind) -> None:
+        """Plan a call, with its sizes as symbols, and list its kernels."""
+        self.planned.append(call)
+        op, specs, attrs = call.bound
+        template = trace_call(op, specs, attrs, self.device, None)
+        present = {name: spec for name, spec in zip(op.tensors, template.specs, strict=True) if spec is not None}
+        # The launches of a call's parts differ in sizes alone, and share the objects of all else.
+        unlike = {
+            (each.kernel, id(each.constexprs), *each.arrays.items(), *each.options.values()): each
+            for each in template.active
+        }
+        self.listed |= dict.fromkeys(call.specialized(template.plan, unlike.values(), present))
+        kind.families.insert(0, template.trace.function(()))
