@@ -215,6 +215,8 @@ MORE = [
     (ATTENTION, make_case(1, 17, 600, 61, V32, batch_invariant=True), HOPPER),
     *((SELECTION, case, H200) for case in CLUSTERS),
     (ATTENTION, make_case(1, 5, 600, 64, V32), H200),
+    (ATTENTION, make_case(3, 5, 600, 64, V32, with_lengths=True), H200),  # splits of each row's own tiles
+    (ATTENTION, make_case(2, 9, 300, 2, V4, extra=(V4, 130, 64), with_lengths=True, with_sink=True, rotate=True), H200),
     (ATTENTION, make_case(1, 5, 600, 2, V4, with_lengths=True, batch_invariant=True), HOPPER),
     (ATTENTION, make_case(1, 5, 600, 2, V4, with_lengths=True, batch_invariant=True), SM120),
     WIDE_NVFP4,
