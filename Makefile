@@ -18,7 +18,7 @@ endif
 # What users import: no type in it may be unknown.
 PUBLIC := __init__.py _warmup.py compat/__init__.py compat/deep_gemm.py compat/flash_mla.py interop.py layouts.py \
 	maxtext.py megatron.py torch_api/__init__.py torch_api/_functions.py torch_api/parallel.py jax_api/__init__.py jax_api/_functions.py jax_api/parallel.py core/errors.py \
-	core/models/base.py core/models/v32.py core/models/v4.py core/parallel.py core/support.py
+	core/models/base.py core/models/calls.py core/models/v32.py core/models/v4.py core/parallel.py core/support.py
 
 SECONDS ?= 60
 # Other numbers are other cases.
