@@ -31,7 +31,7 @@ from xmla.bench import (
     timing_jax,
 )
 from xmla.bench.benchmark import Benchmark, with_implementation
-from xmla.bench.cases import attention, blocks, movement, training
+from xmla.bench.cases import attention, blocks, movement, selection, training
 from xmla.bench.errors import attention_error, gradient_error, indexer_loss_error, sampled, step_error
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import PLAIN, V4, V32, MlaLayout
@@ -99,6 +99,28 @@ def test_layers_of_one_selection_are_compared(device: str, monkeypatch: pytest.M
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("kind", selection.KINDS)
+def test_selections_of_every_kind_of_row_are_compared(kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At sizes of the interpreter. What differs from the definition is noticed; of a peer, what is no selection."""
+    monkeypatch.setattr(problems, "DEVICE", device)
+    monkeypatch.setattr(selection, "K", 16)
+    monkeypatch.setattr(selection, "ENGINES", {})
+    torch.manual_seed(0)
+    benchmark = selection.topk_case(3, 70, kind)
+    assert benchmark.check() == 0 and benchmark.by_jax == (kind == "normal")
+    assert {name: check() for name, check in benchmark.peer_checks.items()} == {"torch.topk": 0.0}
+    right = TORCH_OPS.select_topk
+    monkeypatch.setattr(TORCH_OPS, "select_topk", lambda *arrays, k: right(*arrays, k=k).flip(1))
+    assert benchmark.check() > benchmark.tolerance
+
+
+def test_wrong_rows_are_counted() -> None:
+    """One with an element above what was selected, a column twice, columns outside of the row; not other ties."""
+    logits = torch.tensor([[3.0, 1.0, 2.0, 2.0]]).repeat(6, 1)
+    selected = [[0, 2], [3, 0], [0, 1], [0, 0], [0, -1], [0, 4]]
+    assert selection.wrong_rows(logits, torch.tensor(selected, dtype=torch.int32)) == 4 / 6
+
+
 def test_every_case_is_compared() -> None:
     (check,) = [field for field in fields(Benchmark) if field.name == "check"]
     assert check.default is check.default_factory is MISSING
@@ -152,6 +174,8 @@ def test_a_run_outlives_a_peer(fails: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert line["us"]["xmla"] == [2.0, 1.0, 5.0]
     if fails == "nowhere":
         assert line["ratio_to_peer"] == {"cuDNN": 2.0} and "failed_peers" not in line
+        assert line["wrong_peers"] == ["cuDNN"]
+        assert list(run.table_of([line], {}).columns[6].cells) == ["2.0 cuDNN, which is WRONG"]
     else:
         assert line["ratio_to_peer"] == {} and line["failed_peers"] == {"cuDNN": "RuntimeError: of no use"}
         assert "cuDNN failed" in list(run.table_of([line], {}).columns[6].cells)

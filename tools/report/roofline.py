@@ -28,7 +28,7 @@ class Estimate:
 
 # How the cases begin that `call_of` reads.
 MODELLED = {
-    "sparse_mla": r"decode b=|prefill (bf16 rows|fp8 pages) s_q=", "select_topk": r"\d+ × \d+ k=",
+    "sparse_mla": r"decode b=|prefill (bf16 rows|fp8 pages) s_q=", "select_topk": r"\d+ × \d+ k=\d+$",
     "dsa_attention": "b=", "indexer_logits": "i=", "indexer_logits_paged": "b=", "indexer_topk": "i=",
 }  # fmt: skip
 

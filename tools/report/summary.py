@@ -36,12 +36,12 @@ def cell(ratios: Iterable[float]) -> str:
 
 
 def beside(lines: list[Line], peer: str, chosen: Chosen = ANY) -> list[float]:
-    """Speeds as multiples of a peer's, of the cases whose names are chosen."""
+    """Speeds as multiples of a peer's, of the cases whose names are chosen and where the peer is right."""
     return [
         ratio
         for line in lines
         for name, ratio in line.get("ratio_to_peer", {}).items()
-        if name.startswith(peer) and chosen(line["case"])
+        if name.startswith(peer) and chosen(line["case"]) and name not in line.get("wrong_peers", ())
     ]
 
 

@@ -175,6 +175,13 @@ def sglang_topk(logits: torch.Tensor, lengths: torch.Tensor, k: int) -> Callable
     return call
 
 
+def deep_select(logits: torch.Tensor, lengths: torch.Tensor, k: int) -> Callable[[], torch.Tensor]:
+    """DeepSelect as SGLang brings it: indices [T, K] in any order. Rows start on multiples of 128 bytes."""
+    topk = import_module("sglang.kernels.ops.attention.deep_select").topk
+    indices = torch.empty(len(logits), k, device=logits.device, dtype=torch.int32)
+    return lambda: topk(logits, k, end=lengths, output_idx=indices)[1]
+
+
 def load_vllm() -> None:
     """vLLM's library alone: the package would also import what the library does not need."""
     package = find_spec("vllm")

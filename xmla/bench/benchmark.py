@@ -30,7 +30,8 @@ class Benchmark:
         written: The part of the first result that the op writes, where it leaves the rest as it was.
         flops, bytes: Of a call, as the model counts.
         bound: The ceiling that `flops` or `bytes` are compared with: copy, bf16 or fp8.
-        tolerance: The largest error of a right result.
+        tolerance: The largest error of a right result, a peer's too.
+        by_jax: JAX makes the call too, where it is asked for. Not where another case differs in values alone.
     """
 
     op: str
@@ -46,6 +47,7 @@ class Benchmark:
     bytes: float = 0.0
     bound: str = "copy"
     tolerance: float = 1e-2
+    by_jax: bool = True
 
     def ours(self, index: int) -> Any:
         """The call by PyTorch, on one set of inputs."""

@@ -50,6 +50,7 @@ def record(
     ours = times["xmla"]
     seconds = ours.median * 1e-6
     work = benchmark.bytes if benchmark.bound == "copy" else benchmark.flops
+    wrong = [peer for peer, error in peer_errors.items() if not error <= benchmark.tolerance]
     return {
         "op": benchmark.op,
         "case": benchmark.case,
@@ -62,6 +63,7 @@ def record(
         "ratio_to_peer": {name: round(t.median / ours.median, 3) for name, t in times.items() if name != "xmla"},
         "relative_error": error,
         **({"relative_error_of_peer": dict(peer_errors)} if peer_errors else {}),
+        **({"wrong_peers": wrong} if wrong else {}),
         **({"failed_peers": dict(failures)} if failures else {}),
     }
 
@@ -121,7 +123,7 @@ def time_case(benchmark: "Benchmark", limits: Mapping[str, "Ceiling"], with_jax:
     times, peer_errors, failures = beside_peers(benchmark)
     (ceiling,) = baselines.rates({benchmark.bound: limits[benchmark.bound]}).values()
     line = record(benchmark, times, error, peer_errors, failures, ceiling)
-    if not with_jax:
+    if not (with_jax and benchmark.by_jax):
         return line
     from xmla.bench.timing_jax import beside_torch
 
@@ -145,7 +147,8 @@ def table_of(lines: Iterable[Line], earlier: Mapping[tuple[str, str], Line]) -> 
             line["op"], line["case"], str(line["us"]["xmla"][0]), str(line["tflop_per_s"]), str(line["gb_per_s"]),
             f"{line['share_of_ceiling']} {line['ceiling']}",
             ", ".join(
-                [*(f"{ratio} {peer}" for peer, ratio in line["ratio_to_peer"].items()),
+                [*(f"{ratio} {peer}{', which is WRONG' * (peer in line.get('wrong_peers', ()))}"
+                   for peer, ratio in line["ratio_to_peer"].items()),
                  *(f"{peer} failed" for peer in line.get("failed_peers", ()))]
             ),
             f"{before[0] / line['us']['xmla'][0]:.2f}" if before else "", f"{line['relative_error']:.1e}", by_jax(line),

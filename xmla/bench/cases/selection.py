@@ -1,7 +1,8 @@
 """Selection of keys: top-k of stored logits, and logits and selection in one op."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -13,12 +14,12 @@ from xmla.bench.cases.logits import DIMS, HEADS
 from xmla.torch_api._all_ops import TORCH_OPS
 
 K = 2048
-TOPK = (
-    *((rows, columns) for columns in (32768, 65536, 131072, 1048576) for rows in (1, 8)),
-    (64, 65536), (2048, 65536), (8192, 32768),
-)  # fmt: skip
+ROWS, COLUMNS = (1, 4, 8, 16, 64, 512, 2048, 8192), (8192, 32768, 65536, 131072, 1 << 20)
+MOST_LOGITS = 1 << 30
 # Of engines, where they are installed: the same elements, in any order.
-ENGINES = {"SGLang topk_v2": baselines.sglang_topk, "vLLM": baselines.vllm_topk}
+ENGINES = {
+    "SGLang topk_v2": baselines.sglang_topk, "DeepSelect": baselines.deep_select, "vLLM": baselines.vllm_topk,
+}  # fmt: skip
 
 
 def mismatch_share(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -26,40 +27,99 @@ def mismatch_share(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got != want).float().mean())
 
 
-def topk_case(rows: int, columns: int) -> Benchmark:
+def of_an_indexer(rows: int, columns: int) -> torch.Tensor:
+    """Logits of random queries over one sequence's keys."""
+    logits = torch.empty(rows, columns, device=problems.DEVICE)
+    k8, scales = problems.e4m3(columns, DIMS), torch.rand(columns, device=problems.DEVICE) + 0.1
+    for part in logits.split(1024):
+        q8, weights = problems.e4m3(len(part), HEADS, DIMS), torch.randn(len(part), HEADS, device=problems.DEVICE)
+        ends = torch.full((len(part),), columns, device=problems.DEVICE, dtype=torch.int32)
+        part.copy_(torch_api.indexer_logits(q8, weights, k8, scales, torch.zeros_like(ends), ends))
+    return logits
+
+
+def normal(rows: int, columns: int) -> torch.Tensor:
+    return torch.randn(rows, columns, device=problems.DEVICE)
+
+
+def uniform(rows: int, columns: int) -> torch.Tensor:
+    return torch.rand(rows, columns, device=problems.DEVICE)
+
+
+# What rows hold: where a search by a sample or by coarse bins of values can go wrong, or take another way.
+KINDS: Mapping[str, Callable[[int, int], torch.Tensor]] = {
+    "normal": normal,
+    "uniform": uniform,
+    "N(100, 1)": lambda *shape: normal(*shape).add_(100),
+    "constant": lambda *shape: torch.ones(shape, device=problems.DEVICE),
+    "ascending": lambda rows, columns: normal(1, columns).sort()[0].repeat(rows, 1),
+    "in one bin of float16": lambda *shape: uniform(*shape).mul_(2**-10).add_(1),
+    "of an indexer": of_an_indexer,
+}
+
+
+def wrong_rows(logits: torch.Tensor, selected: torch.Tensor) -> float:
+    """The share of rows whose selected columns are not as many distinct ones, with no other element above their least.
+
+    Of elements that equal the k-th any may be selected.
+    """
+    there = (selected >= 0) & (selected < logits.shape[1])
+    columns = selected.long().where(there, 0).sort(1)[0]
+    values = logits.gather(1, columns)
+    least = values.amin(1, keepdim=True)
+    above = torch.cat([(part > bound).sum(1) for part, bound in zip(logits.split(256), least.split(256), strict=True)])
+    right = there.all(1) & (columns.diff() > 0).all(1) & (above == (values > least).sum(1))
+    return int((~right).sum()) / len(right)
+
+
+def misordered(logits: torch.Tensor, selected: torch.Tensor) -> float:
+    """The share of indices that are not those of a stable sort, ascending, in a few of the rows."""
+    some = max(1, (1 << 24) // logits.shape[1])
+    first = logits[:some].sort(dim=1, descending=True, stable=True)[1][:, : selected.shape[1]]
+    return mismatch_share(selected[:some].long(), first.sort(1)[0])
+
+
+def topk_case(rows: int, columns: int, kind: str = "normal") -> Benchmark:
     sets = rotation(rows * columns * 4)
-    logits = torch.randn(sets, rows, columns, device=problems.DEVICE)
+    logits = [KINDS[kind](rows, columns) for _ in range(sets)]
     ends = torch.full((rows,), columns, device=problems.DEVICE, dtype=torch.int32)
+    inputs = [(each, ends) for each in logits]
 
     def call(ops: Any, logits: Any, ends: Any) -> Any:
         return ops.select_topk(logits, ends, k=K)
 
+    def check() -> float:
+        selected = call(TORCH_OPS, *inputs[0])
+        return max(wrong_rows(logits[0], selected), misordered(logits[0], selected))
+
     def torch_topk(i: int) -> torch.Tensor:
         return torch.topk(logits[i], K, sorted=False)[1]
-
-    def unlike_torch(selected: torch.Tensor) -> float:
-        return float((selected.sort(1)[0] != torch_topk(0).sort(1)[0]).sum() > rows)  # ties may differ
 
     def by(engine: Callable[..., Callable[[], torch.Tensor]]) -> Callable[[int], torch.Tensor]:
         prepared = cache(lambda i: engine(logits[i], ends, K))
         return lambda i: prepared(i)()
 
-    engines = {name: by(engine) for name, engine in ENGINES.items()}
+    peers = {"torch.topk": torch_topk, **{name: by(engine) for name, engine in ENGINES.items()}}
     return Benchmark(
         op="select_topk",
-        case=f"{rows} × {columns} k={K}",
+        case=f"{rows} × {columns} k={K}" + (f", {kind}" if kind != "normal" else ""),
         call=call,
-        inputs=[(logits[i], ends) for i in range(sets)],
-        check=lambda: unlike_torch(call(TORCH_OPS, logits[0], ends)),
-        peers={"torch.topk": torch_topk, **engines},
-        peer_checks={name: partial(lambda peer: unlike_torch(peer(0)), peer) for name, peer in engines.items()},
+        inputs=inputs,
+        check=check,
+        peers=peers,
+        peer_checks={name: partial(lambda peer: wrong_rows(logits[0], peer(0)), peer) for name, peer in peers.items()},
         bytes=rows * columns * 4,
+        tolerance=0.0,
+        by_jax=kind == "normal",
     )
 
 
 def topk() -> Iterator[Benchmark]:
-    for rows, columns in TOPK:
-        yield topk_case(rows, columns)
+    """Rows of each kind; a peer's error is the share of its rows that are wrong."""
+    for kind in KINDS:
+        for rows, columns in product(ROWS, COLUMNS):
+            if rows * columns <= MOST_LOGITS:
+                yield topk_case(rows, columns, kind)
 
 
 WIDEST = 131072
