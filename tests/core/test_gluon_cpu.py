@@ -446,8 +446,7 @@ RAGGED, PAGED = (
 
 PLANTED = [
     Planted(CLUSTER, CLUSTERED, "tops.store(top)\n    gl.barrier(cluster=True)", "tops.store(top)"),
-    Planted(CLUSTER, CLUSTERED, "gl.barrier(cluster=True)\n        total.store", "total.store"),
-    Planted(CLUSTER, CLUSTERED, "gl.barrier(cluster=True)\n        found =", "found ="),
+    Planted(CLUSTER, CLUSTERED, "gl.barrier(cluster=True)\n        counted =", "counted ="),
     Planted(CLUSTER, CLUSTERED, "gl.barrier(cluster=True)\n    for each", "for each"),
     Planted(CLUSTER, CLUSTERED, "hist = hists.index(level)", "hist = hists.index(0)"),
     # Waits that are missing.

@@ -71,7 +71,10 @@ OF_ATTENTION = {
 }  # fmt: skip
 # What these kernels read before they wait for earlier launches, and if which constexpr is set; others wait first.
 READ_EARLY: dict[str, dict[str, str]] = {
-    "topk_candidates_kernel": {"starts_ptr": "HAS_STARTS", "ends_ptr": ""},
+    **dict.fromkeys(
+        ("topk_candidates_kernel", "topk_cluster_sm90_kernel", "select_slots_cluster_sm90_kernel"),
+        {"starts_ptr": "HAS_STARTS", "ends_ptr": ""},
+    ),
     "indexer_logits_paged_sm90_kernel": {
         "cache_ptr": "KEYS_EARLY", "block_table_ptr": "", "lengths_ptr": "", "request_ids_ptr": "PAGES.HAS_REQUEST_IDS",
     },

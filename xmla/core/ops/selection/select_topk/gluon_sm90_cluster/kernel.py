@@ -6,8 +6,8 @@ in another division reads other CTAs' parts, once all have met at a barrier of t
     tile t of CTA c: columns (8 t + c) · WIDTH on ─→ order keys in registers
     each CTA: the k/8-th largest of maxima of groups ─→ bounds[c] ─┐ the least of them: at least k keys reach it
     ── all read bounds ────────────────────────────────────────────┘
-    interval [bound, greatest] of the k-th ─→ histogram of 2048 bins ─→ each CTA adds an eighth of the bins of all ─→
-      the bin of the k-th, which is the next interval: until all of it are chosen, or it is one key (at most three)
+    interval [bound, greatest] of the k-th ─→ histogram of 256 bins ─→ each CTA adds those of all ─→ the bin of the k-th,
+      which is the next interval: until all of it are chosen, or it is one key (at most four, two as a rule)
     a bit a column ─→ counts[tile] ─→ the number of chosen columns before each ─→ indices, by column
 
 What is equal to the k-th is chosen by column, so no result depends on the order of atomic additions, and no row takes
@@ -27,9 +27,12 @@ WIDTH = gl.constexpr(4 * 32 * 8)  # columns of a tile of a CTA
 COLUMNS_OF_TILES = gl.constexpr(CTAS.value * WIDTH.value)  # of a tile of each
 GROUPS = gl.constexpr(2)  # of a thread, whose maxima bound the k-th
 MOST = gl.constexpr(2048)  # k: a CTA's share of it is half of its groups
-BINS = gl.constexpr(2048)
-LEVELS = gl.constexpr(3)  # intervals of 11 bits each
-BINS_OF_CTA = gl.constexpr(1024)  # by which a CTA searches its bound
+# So few that each CTA reads those of all, a bin a thread: sums of 2048, which CTAs exchanged, took a barrier more.
+BITS = gl.constexpr(8)
+BINS = gl.constexpr(1 << 8)
+LEVELS = gl.constexpr(4)  # intervals of 8 bits each
+BITS_OF_CTA = gl.constexpr(10)
+BINS_OF_CTA = gl.constexpr(1 << 10)  # by which a CTA searches its bound
 KEY_OF_NAN = gl.constexpr(-0x7FFFFFFF)  # below all numbers
 
 
@@ -47,6 +50,19 @@ def divided(rank, axis):
 
 
 @gluon.constexpr_function
+def parts_of(tiles):
+    """Parts of four columns of a word of bits."""
+    return min(tiles, 8)
+
+
+@gluon.constexpr_function
+def layout_of_words(tiles):
+    """Words [CTAS, TILES, …] of a bit for each column; a thread has `tiles // parts_of(tiles)` of them."""
+    parts = parts_of(tiles)
+    return in_cluster([1, tiles // parts, 1], [1, parts, WARPS.value // parts])
+
+
+@gluon.constexpr_function
 def in_each(size):
     """Registers of a vector that each CTA has whole."""
     return gl.BlockedLayout([size], [32], [WARPS.value], [0], cga_layout=[[0], [0], [0]])
@@ -56,10 +72,12 @@ PART = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0], cga_layout=[[1, 0],
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0], cga_layout=[[1], [2], [4]]))
 X3 = gl.constexpr(in_cluster([1, 1, 4], [1, 1, WARPS.value]))
 ROWS = gl.constexpr(in_cluster([1, 4], [1, WARPS.value]))
-COLUMNS = gl.constexpr(in_cluster([CTAS.value, 1], [1, WARPS.value], 1))
+LINES = gl.constexpr(in_cluster([1, 1], [1, WARPS.value]))
+EVERY = gl.constexpr(
+    gl.BlockedLayout([CTAS.value, 1], [1, 32], [1, WARPS.value], [1, 0], cga_layout=[[0, 0], [0, 0], [0, 0]])
+)
 SPREAD = gl.constexpr(in_cluster([1], [WARPS.value]))
 ONE = gl.constexpr(in_each(1))
-ALL = gl.constexpr(in_each(4))
 
 
 @gluon.jit
@@ -75,9 +93,9 @@ def leading_zeros(x):
 
 
 @gluon.jit
-def shift_of(width):
-    """The least shift that leaves less than BINS of an unsigned width."""
-    return gl.maximum(21 - leading_zeros(width), 0).to(gl.uint32)
+def shift_of(width, LEFT: gl.constexpr):
+    """The least shift that leaves at most so many bits of an unsigned width."""
+    return gl.maximum(32 - LEFT - leading_zeros(width), 0).to(gl.uint32)
 
 
 @gluon.jit
@@ -110,18 +128,19 @@ def along_last(size: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def find(counts, k, AXIS: gl.constexpr, LAYOUT: gl.constexpr):
-    """The bin of the k-th, the number in bins before it, and the number in it, in one word."""
+    """The bin of the k-th, the number in bins before it, and whether it ends with the k-th, in one word."""
     upto = gl.associative_scan(counts, AXIS, add)
+    before = upto - counts
     bin = gl.arange(0, counts.shape[AXIS], layout=LAYOUT)
     if AXIS == 1:
         bin = gl.expand_dims(bin, 0)
-    word = (bin.to(gl.int64) << 36) | ((upto - counts).to(gl.int64) << 18) | counts.to(gl.int64)
-    return gl.max(gl.where((upto >= k) & (upto - counts < k), word, 0), AXIS)
+    word = (bin << 12) | (before << 1) | (upto == k).to(gl.int32)
+    return gl.max(gl.where((upto >= k) & (before < k), word, 0), AXIS)
 
 
 @gluon.jit
 def load_row(row_ptr, length, TILES: gl.constexpr, UNIT: gl.constexpr):
-    """Order keys [CTAS, TILES, WIDTH]; absent columns are as NaN, after all that are there."""
+    """Elements [CTAS, TILES, WIDTH]; absent columns are NaN, after all that are there."""
     tile = places(TILES, 1, X3) * CTAS + places(CTAS, 0, X3)
     column = tile * WIDTH + places(WIDTH, 2, X3)
     if UNIT >= 4:
@@ -133,7 +152,7 @@ def load_row(row_ptr, length, TILES: gl.constexpr, UNIT: gl.constexpr):
             x = gl.where(four + 4 <= length, x, last.to(gl.float32))
     else:
         x = gl.load(row_ptr + column, mask=column < length, other=float("nan")).to(gl.float32)
-    return order_key(x)
+    return x
 
 
 @gluon.jit
@@ -144,7 +163,7 @@ def bound_of_cta(keys, k, few, TILES: gl.constexpr):
     G: gl.constexpr = groups.type.layout
     top = gl.max(groups, 1)
     spread = (top - gl.min(groups, 1)).to(gl.uint32, bitcast=True)
-    shift = shift_of(spread) + 1
+    shift = shift_of(spread, BITS_OF_CTA)
     top_g = gl.expand_dims(gl.convert_layout(top, gl.SliceLayout(1, G)), 1)
     shift_g = gl.expand_dims(gl.convert_layout(shift, gl.SliceLayout(1, G)), 1)
     bin = ((top_g - groups).to(gl.uint32, bitcast=True) >> shift_g).to(gl.int32)
@@ -153,24 +172,48 @@ def bound_of_cta(keys, k, few, TILES: gl.constexpr):
     top = gl.convert_layout(top, gl.SliceLayout(1, ROWS))
     shift = gl.convert_layout(shift, gl.SliceLayout(1, ROWS))
     # The bin's least key, but no less than there are: 2**32 keys below the greatest would wrap.
-    down = (((word >> 36) + 1).to(gl.uint32) << shift) - 1
+    down = (((word >> 12) + 1).to(gl.uint32) << shift) - 1
     down = gl.minimum(down, (top - KEY_OF_NAN).to(gl.uint32, bitcast=True))
     return top - down.to(gl.int32, bitcast=True), top
 
 
 @gluon.jit
-def choose(row_ptr, length, k, out, TILES: gl.constexpr, UNIT: gl.constexpr):
-    """Write the columns of the k largest of a row's elements, more than k and no more than the tiles hold."""
+def words_of(TILES: gl.constexpr):
+    """The first columns [CTAS, TILES, …] of words, of a bit for each of adjacent columns."""
+    PARTS: gl.constexpr = parts_of(TILES)
+    tile = places(TILES, 1, layout_of_words(TILES)) * CTAS + places(CTAS, 0, layout_of_words(TILES))
+    return tile * WIDTH + places(THREADS // PARTS, 2, layout_of_words(TILES)) * (4 * PARTS)
+
+
+@gluon.jit
+def load_pages(table_row, width, length, TILES: gl.constexpr, PAGE_SIZE: gl.constexpr):
+    """The page of each word's columns; −1 where there is none, or one whose slots are no int32."""
+    first = words_of(TILES)
+    page = gl.load(table_row + first // PAGE_SIZE, mask=(first < length) & (first // PAGE_SIZE < width), other=-1)
+    return gl.where(page < 0x7FFFFFFF // PAGE_SIZE, page, -1)
+
+
+@gluon.jit
+def choose(
+    row_ptr, length, k, out, slots, table_row, width, TILES: gl.constexpr, UNIT: gl.constexpr, PAGE_SIZE: gl.constexpr
+):  # fmt: skip
+    """Write the columns of the k largest of a row's elements, more than k and no more than the tiles hold.
+
+    With a PAGE_SIZE their slots too; returns whether that was done, which takes pages of all words with a chosen column.
+    """
+    x = load_row(row_ptr, length, TILES, UNIT)  # on its way while memory is cleared
+    pages = gl.full([], -1, gl.int32)
+    if PAGE_SIZE:
+        pages = load_pages(table_row, width, length, TILES, PAGE_SIZE)
     hists = gl.allocate_shared_memory(gl.int32, [LEVELS, CTAS, BINS], PART)
-    total = gl.allocate_shared_memory(gl.int32, [BINS], FLAT)
     few = gl.allocate_shared_memory(gl.int32, [CTAS, BINS_OF_CTA], PART)
     bounds = gl.allocate_shared_memory(gl.int32, [CTAS], FLAT)
     tops = gl.allocate_shared_memory(gl.int32, [CTAS], FLAT)
     counts = gl.allocate_shared_memory(gl.int32, [CTAS * TILES], FLAT)
     for level in gl.static_range(LEVELS):
-        hists.index(level).store(gl.zeros([CTAS, BINS], gl.int32, ROWS))
+        hists.index(level).store(gl.zeros([CTAS, BINS], gl.int32, LINES))
     few.store(gl.zeros([CTAS, BINS_OF_CTA], gl.int32, ROWS))
-    keys = load_row(row_ptr, length, TILES, UNIT)
+    keys = order_key(x)
     bound, top = bound_of_cta(keys, k, few, TILES)
     bounds.store(bound)
     tops.store(top)
@@ -178,52 +221,49 @@ def choose(row_ptr, length, k, out, TILES: gl.constexpr, UNIT: gl.constexpr):
     low = gl.min(bounds.load(ONE), 0)
     high = gl.max(tops.load(ONE), 0)
 
-    # The interval [high − width, high] of the k-th is narrowed until all of it are chosen, or it is one key.
+    # The interval [high − span, high] of the k-th is narrowed until all of it are chosen, or it is one key.
     keys = gl.reshape(keys, [CTAS, TILES * WIDTH])
     K: gl.constexpr = keys.type.layout
-    width = (high - low).to(gl.uint32, bitcast=True)
-    shift = shift_of(width)
+    span = (high - low).to(gl.uint32, bitcast=True)
+    shift = shift_of(span, BITS)
     need = k  # of those in the interval
-    inside = k + 1
     level = 0
-    while (inside > need) & (level < LEVELS):
+    while level < LEVELS:
         hist = hists.index(level)
         down = (high - keys).to(gl.uint32, bitcast=True)
         hist.atomic_scatter_add(
-            gl.full([CTAS, TILES * WIDTH], 1, gl.int32, K), (down >> shift).to(gl.int32), 1, down <= width
+            gl.full([CTAS, TILES * WIDTH], 1, gl.int32, K), (down >> shift).to(gl.int32), 1, down <= span
         )
         gl.barrier(cluster=True)
-        total.store(gl.sum(hist.load(COLUMNS), 0))
-        gl.barrier(cluster=True)
-        found = find(total.load(ALL), need, 0, ALL)
-        high -= ((found >> 36).to(gl.uint32) << shift).to(gl.int32, bitcast=True)
-        need -= (found >> 18).to(gl.int32) & 0x3FFFF
-        inside = found.to(gl.int32) & 0x3FFFF
-        width = (gl.to_tensor(1).to(gl.uint32) << shift) - 1
-        level = gl.where(shift == 0, LEVELS, level + 1)
-        shift = gl.maximum(shift.to(gl.int32) - 11, 0).to(gl.uint32)
-    write(keys, high, width, need, out, counts, (hists, total, bounds, tops), TILES)
+        counted = gl.convert_layout(gl.sum(hist.load(EVERY), 0), ONE, assert_trivial=True)
+        found = find(counted, need, 0, ONE)
+        high -= ((found >> 12).to(gl.uint32) << shift).to(gl.int32, bitcast=True)
+        need -= (found >> 1) & 0x7FF
+        span = (gl.to_tensor(1).to(gl.uint32) << shift) - 1
+        level = gl.where((shift == 0) | (found & 1 == 1), LEVELS, level + 1)
+        shift = gl.maximum(shift.to(gl.int32) - BITS, 0).to(gl.uint32)
+    return write(keys, high, span, need, out, slots, pages, counts, (hists, bounds, tops), TILES, PAGE_SIZE)
 
 
 @gluon.jit
-def write(keys, high, width, need, out, counts, read, TILES: gl.constexpr):
-    """Write the columns of keys above an interval, and of the first `need` in it.
+def write(keys, high, span, need, out, slots, pages, counts, read, TILES: gl.constexpr, PAGE_SIZE: gl.constexpr):
+    """Write the columns of keys above an interval, and of the first `need` in it; with a PAGE_SIZE their slots too.
 
     Other CTAs may not have ended to read what was `read` before: nothing may take its place until all have met again.
     """
-    PARTS: gl.constexpr = min(TILES, 8)  # of four columns, in a word
+    PARTS: gl.constexpr = parts_of(TILES)
     WORDS: gl.constexpr = THREADS // PARTS
     HELD: gl.constexpr = TILES // PARTS  # words of a thread
     # A bit a column, then words of adjacent columns.
     over = (keys > high).to(gl.int32)
-    tied = ((high - keys).to(gl.uint32, bitcast=True) <= width).to(gl.int32)
+    tied = ((high - keys).to(gl.uint32, bitcast=True) <= span).to(gl.int32)
     flags = gl.reshape(over | (tied << 16), [CTAS, TILES, THREADS, 4])
     bits = gl.sum(flags << along_last(4, flags.type.layout), 3)
     bits = (bits | (bits >> 12)).to(gl.uint8)  # [CTAS, TILES, THREADS]
     W3: gl.constexpr = in_cluster([1, HELD, PARTS], [1, PARTS, WARPS // PARTS])
     bits = gl.reshape(gl.convert_layout(bits, W3), [CTAS, TILES, WORDS, PARTS]).to(gl.uint32)
     part = along_last(PARTS, bits.type.layout).to(gl.uint32) * 4
-    B3: gl.constexpr = in_cluster([1, HELD, 1], [1, PARTS, WARPS // PARTS])
+    B3: gl.constexpr = layout_of_words(TILES)
     over_bits = gl.convert_layout(gl.sum((bits & 15) << part, 3), B3, assert_trivial=True)
     tied_bits = gl.convert_layout(gl.sum((bits >> 4) << part, 3), B3, assert_trivial=True)
 
@@ -231,9 +271,12 @@ def write(keys, high, width, need, out, counts, read, TILES: gl.constexpr):
     many = bits_of(over_bits) | (bits_of(tied_bits) << 12)
     upto = gl.associative_scan(many, 2, add)
     both = over_bits | tied_bits
-    counts.store(gl.reshape(gl.sum(many, 2) | (gl.max(bits_of(both), 2) << 24), [CTAS * TILES]))
+    posted = gl.sum(many, 2) | (gl.max(bits_of(both), 2) << 24)
+    if PAGE_SIZE:
+        posted |= gl.max(((both != 0) & (pages < 0)).to(gl.int32), 2) << 30
+    counts.store(gl.reshape(posted, [CTAS * TILES]))
     gl.barrier(cluster=True)
-    for each in gl.static_range(4):
+    for each in gl.static_range(3):
         read[each]._keep_alive()
     P3: gl.constexpr = in_cluster([1, HELD, max(1, CTAS * TILES // 32)], [1, PARTS, WARPS // PARTS])
     POSTED: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, P3))
@@ -247,30 +290,41 @@ def write(keys, high, width, need, out, counts, read, TILES: gl.constexpr):
     over_before = gl.expand_dims(gl.convert_layout(over_before, gl.SliceLayout(2, B3)), 2) + ((upto - many) & 0xFFF)
     tied_before = gl.expand_dims(gl.convert_layout(tied_before, gl.SliceLayout(2, B3)), 2) + ((upto - many) >> 12)
 
-    tile = places(TILES, 1, B3) * CTAS + places(CTAS, 0, B3)
-    first = tile * WIDTH + places(WORDS, 2, B3) * (4 * PARTS)
+    first = words_of(TILES)
     place = over_before + gl.minimum(tied_before, need)
     left = need - tied_before
-    for _ in range(gl.max(posted >> 24, 0)):  # words have no more bits
+    for _ in range(gl.max((posted >> 24) & 0x3F, 0)):  # words have no more bits
         rest = both & (both - 1)
         lowest = both ^ rest
         equal = (tied_bits & lowest) != 0
         chosen = (lowest != 0) & ((left > 0) | ((over_bits & lowest) != 0))
-        gl.store(out + place, first + 31 - leading_zeros(lowest), mask=chosen)
+        column = first + 31 - leading_zeros(lowest)
+        gl.store(out + place, column, mask=chosen)
+        if PAGE_SIZE:  # a word's columns lie on one page
+            gl.store(slots + place, pages * PAGE_SIZE + column % PAGE_SIZE, mask=chosen)
         place += chosen.to(gl.int32)
         left -= equal.to(gl.int32)
         both = rest
     counts._keep_alive()
+    return gl.max(posted >> 30, 0) == 0
 
 
 @gluon.jit
-def select_row(logits_ptr, starts_ptr, ends_ptr, first_row, num_columns, row_stride, k, indices_ptr, C: gl.constexpr):
-    """Write the k largest of the row of this program, a cluster; parameters as in the kernel below."""
+def select_row(
+    logits_ptr, row_stride, k, start, length, first_row, indices_ptr, slots_ptr, table_row, width, C: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+):  # fmt: skip
+    """Write the k largest of the row of this program, a cluster; parameters as in the kernel below.
+
+    With a PAGE_SIZE also their slots, by the row's pages, `table_row` [width]; returns whether that was done.
+    """
     TILES: gl.constexpr = C.TILES
     gl.static_assert(TILES % GROUPS == 0 and (TILES <= 8 or TILES == 16), "tiles are of two groups, and of words of 8")
+    gl.static_assert(PAGE_SIZE % (4 * parts_of(TILES)) == 0, "a word's columns lie on one page")
     row = gl.program_id(0).to(gl.int64)
-    start, length = row_range(starts_ptr, ends_ptr, first_row + row, num_columns, C.HAS_STARTS)
     out = indices_ptr + offset_of(first_row + row, k)
+    slots = slots_ptr + offset_of(row, k)
+    mapped = length > k
     if length <= k:
         for base in range(0, k, CTAS * THREADS):
             column = base + gl.arange(0, CTAS * THREADS, layout=SPREAD)
@@ -278,9 +332,11 @@ def select_row(logits_ptr, starts_ptr, ends_ptr, first_row, num_columns, row_str
     else:
         row_ptr = logits_ptr + offset_of(row, row_stride // C.UNIT * C.UNIT) + start
         if length <= COLUMNS_OF_TILES * (TILES // 4) and TILES // 4 >= GROUPS:
-            choose(row_ptr, length, k, out, max(TILES // 4, GROUPS), C.UNIT)
+            FEW: gl.constexpr = max(TILES // 4, GROUPS)
+            mapped = choose(row_ptr, length, k, out, slots, table_row, width, FEW, C.UNIT, PAGE_SIZE)
         else:
-            choose(row_ptr, length, k, out, TILES, C.UNIT)
+            mapped = choose(row_ptr, length, k, out, slots, table_row, width, TILES, C.UNIT, PAGE_SIZE)
+    return mapped
 
 
 @gluon.jit
@@ -296,5 +352,8 @@ def topk_cluster_sm90_kernel(
     C: gl.constexpr,  # Cluster
 ):
     let_next_start(C.OVERLAP_LIMIT)
+    start, length = row_range(starts_ptr, ends_ptr, first_row + gl.program_id(0), num_columns, C.HAS_STARTS)
     wait_for_earlier(C.OVERLAP_LIMIT)
-    select_row(logits_ptr, starts_ptr, ends_ptr, first_row, num_columns, row_stride, k, indices_ptr, C)
+    select_row(
+        logits_ptr, row_stride, k, start, length, first_row, indices_ptr, indices_ptr, indices_ptr, 0, C, PAGE_SIZE=0
+    )  # fmt: skip

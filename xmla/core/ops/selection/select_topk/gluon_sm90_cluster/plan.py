@@ -45,7 +45,7 @@ def plan(problem: Problem, device: Device) -> Plan:
                 HAS_STARTS=problem.has("starts"),
                 UNIT=1 if problem.has("starts") else logits.vector(logits.stride(0)),
                 TILES=tiles_of(problem),
-                OVERLAP_LIMIT=overlap_limit(problem, device) // CTAS.value,  # of programs
+                OVERLAP_LIMIT=overlap_limit(problem, device, "starts", "ends") // CTAS.value,  # of programs
             )
         },
         num_warps=WARPS.value,
