@@ -70,11 +70,11 @@ OF_ATTENTION = {
     "lengths_ptr": "SOURCE.HAS_LENGTHS", "extra_lengths_ptr": "EXTRA.HAS_LENGTHS", "positions_ptr": "EPILOGUE.ROPE",
 }  # fmt: skip
 # What these kernels read before they wait for earlier launches, and if which constexpr is set; others wait first.
+OF_ROWS = {"starts_ptr": "HAS_STARTS", "ends_ptr": ""}
 READ_EARLY: dict[str, dict[str, str]] = {
-    **dict.fromkeys(
-        ("topk_candidates_kernel", "topk_cluster_sm90_kernel", "select_slots_cluster_sm90_kernel"),
-        {"starts_ptr": "HAS_STARTS", "ends_ptr": ""},
-    ),
+    "topk_candidates_kernel": OF_ROWS,
+    "topk_cluster_sm90_kernel": OF_ROWS,
+    "select_slots_cluster_sm90_kernel": OF_ROWS,
     "indexer_logits_paged_sm90_kernel": {
         "cache_ptr": "KEYS_EARLY", "block_table_ptr": "", "lengths_ptr": "", "request_ids_ptr": "PAGES.HAS_REQUEST_IDS",
     },

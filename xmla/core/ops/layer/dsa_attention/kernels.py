@@ -31,7 +31,7 @@ def select_slots_kernel(
     ends_ptr,  # [T] i32
     candidates_ptr,  # [T, SEGMENTS, CAPACITY] pairs
     candidate_counts_ptr,  # [T, SEGMENTS] i32
-    thresholds_ptr,  # [T] f32 if PIECE
+    thresholds_ptr,  # [T] f32 if SEGMENTS
     block_table_ptr,  # [B, M] i32
     request_ids_ptr,  # [T] i32 if MAPPING.HAS_REQUEST_IDS
     first_row,

@@ -148,31 +148,65 @@ def load_keys(row_ptr, column, ok):
 
 
 @triton.jit
-def choose_in_row(row_ptr, length, out, k, TILE: tl.constexpr):
-    """Write the columns of the k largest of a row's elements; reads the row once per bit of the threshold."""
+def choose_in_row(row_ptr, length, guess, out, k, TILE: tl.constexpr):
+    """Write the columns of the k largest of a row's elements, of which there are more than k.
+
+    The key of the k-th is looked for in an interval that is at first that of all of the row, or ends at `guess`, the
+    key itself where many elements equal it. Each reading divides it by four, until no more than k reach it, or it is
+    one key.
+    """
     offs = tl.arange(0, TILE)
-    threshold = tl.full([], 0, tl.uint32)
-    above = 0  # elements over the threshold
-    bit = tl.full([], 0x80000000, tl.uint32)
-    for _ in tl.range(0, 32):
-        trial = threshold | bit
-        reached = tl.zeros([TILE], tl.int32)
-        for base in tl.range(0, length, TILE):
-            column = base + offs
-            reached += (load_keys(row_ptr, column, column < length) >= trial).to(tl.int32)
-        count = tl.sum(reached)
-        threshold = tl.where(count >= k, trial, threshold)
-        above = tl.where(count >= k, above, count)
-        bit = bit >> 1
-    ties = k - above
-    seen_equal = 0
-    written = 0
+    least, most = tl.full([TILE], 0xFFFFFFFF, tl.uint32), tl.zeros([TILE], tl.uint32)
+    reach_guess, reach_more = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32)
     for base in tl.range(0, length, TILE):
         column = base + offs
         keys = load_keys(row_ptr, column, column < length)
-        equal = keys == threshold
-        rank = seen_equal + tl.cumsum(equal.to(tl.int32), 0)
-        chosen = (keys > threshold) | (equal & (rank <= ties))
-        tl.store(out + written + tl.cumsum(chosen.to(tl.int32), 0) - 1, column, mask=chosen)
-        seen_equal += tl.sum(equal.to(tl.int32))
-        written += tl.sum(chosen.to(tl.int32))
+        most = tl.maximum(most, keys)
+        least = tl.minimum(least, tl.where(column < length, keys, 0xFFFFFFFF))
+        reach_guess += (keys >= guess).to(tl.int32)
+        reach_more += (keys > guess).to(tl.int32)
+    low, reached = tl.min(least), length  # elements that reach `low`
+    high, beyond = tl.max(most) + 1, 0  # and `high`, which are fewer than k
+    for trial in tl.static_range(2):
+        count = tl.sum(reach_guess if trial == 0 else reach_more)
+        low, reached, high, beyond = narrowed(low, reached, high, beyond, guess + trial, count, k)
+    while (high - low > 1) & (reached > k):
+        part, start = (high - low + 3) // 4, low
+        reach_first, reach_second = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32)
+        reach_third = tl.zeros([TILE], tl.int32)
+        for base in tl.range(0, length, TILE):
+            column = base + offs
+            keys = load_keys(row_ptr, column, column < length)
+            reach_first += (keys >= start + part).to(tl.int32)
+            reach_second += (keys >= start + 2 * part).to(tl.int32)
+            reach_third += (keys >= start + 3 * part).to(tl.int32)
+        for trial in tl.static_range(3):
+            count = tl.sum(reach_first if trial == 0 else reach_second if trial == 1 else reach_third)
+            low, reached, high, beyond = narrowed(low, reached, high, beyond, start + (trial + 1) * part, count, k)
+    # Elements over `low`, and of those that equal it the first; all that reach it if these are k.
+    exact = reached == k
+    over = tl.where(exact, low - 1, low)
+    ties = tl.where(exact, 0, k - beyond)
+    base, above, equal = 0, 0, 0
+    while (base < length) & (above + tl.minimum(equal, ties) < k):
+        column = base + offs
+        keys = load_keys(row_ptr, column, column < length)
+        marks = (keys > over).to(tl.int32) | (keys == over).to(tl.int32) << 16
+        upto = tl.cumsum(marks, 0)
+        rank = equal + (upto >> 16)
+        chosen = (keys > over) | ((keys == over) & (rank <= ties))
+        tl.store(out + above + (upto & 0xFFFF) + tl.minimum(rank, ties) - 1, column, mask=chosen)
+        total = tl.sum(marks)
+        above += total & 0xFFFF
+        equal += total >> 16
+        base += TILE
+
+
+@triton.jit
+def narrowed(low, reached, high, beyond, trial, count, k):
+    """An interval [low, high) of keys that at least k and fewer than k elements reach, once `count` reach a trial."""
+    enough = (count >= k) & (trial >= low)
+    less = (count < k) & (trial <= high)
+    low, reached = tl.where(enough, trial, low), tl.where(enough, count, reached)
+    high, beyond = tl.where(less, trial, high), tl.where(less, count, beyond)
+    return low, reached, high, beyond

@@ -17,7 +17,7 @@ places are then found for pieces instead of candidates.
     ── all segments of all rows have ended (or, with OVERLAP_LIMIT, are waited for) ──
     topk_select_kernel: a program takes a row
       counts: k ≤ total, and all fit ── yes → candidates in registers → thirds → winners by column → indices
-                                     └─ no  → 32 passes over the row, a bit of the threshold each → indices
+                                     └─ no  → passes over the row, by quarters of the k-th's interval → indices
 
 Where no row can be longer than k, `topk_whole_kernel` writes all columns of each, and reads no logits.
 
@@ -73,9 +73,9 @@ def estimate_threshold(row_ptr, length, sample_rank, C: tl.constexpr):
     reached = tl.full([], LANES, tl.int32)
     slack = sample_rank // SLACK_PART
     if C.TRIALS == 2:
-        key, _ = kth_largest(order_key(maxima), sample_rank, low, high, reached, 1 << 16, slack)
+        key, _ = kth_largest(order_key(maxima), sample_rank, low, high, reached, 1, slack)
     else:
-        key, _ = kth_largest_of_few(order_key(maxima), sample_rank, low, high, reached, 1 << 16, slack, C.TRIALS)
+        key, _ = kth_largest_of_few(order_key(maxima), sample_rank, low, high, reached, 1, slack, C.TRIALS)
     bits = tl.where(key >> 31 == 1, key & 0x7FFFFFFF, key ^ 0xFFFFFFFF)
     return bits.to(tl.float32, bitcast=True)
 
@@ -174,14 +174,14 @@ def select_row(
     else:
         row_ptr = logits_ptr + offset_of(row, row_stride) + start
         if SEGMENTS == 0:
-            choose_in_row(row_ptr, length, out, k, TILE)
+            choose_in_row(row_ptr, length, tl.full([], KEY_OF_MINUS_INF, tl.uint32), out, k, TILE)
         elif PIECE:
             counts = tl.load(counts_ptr + offset_of(row, SEGMENTS) + tl.arange(0, SEGMENTS))
             threshold = tl.load(thresholds_ptr + row)
             total = tl.sum(counts)
             ends = tl.cumsum(tl.cdiv(counts, PIECE))
             if (tl.max(ends) > CAPACITY // PIECE) | (total < k):
-                choose_in_row(row_ptr, length, out, k, TILE)
+                choose_in_row(row_ptr, length, order_key(tl.load(thresholds_ptr + row)), out, k, TILE)
             else:
                 candidates = as_packed(candidates_ptr) + offset_of(row, SEGMENTS * CAPACITY)
                 choose_pieces(candidates, ends, threshold, total, out, k, SEGMENTS, CAPACITY, PIECE, C.TRIALS)
@@ -189,7 +189,7 @@ def select_row(
             counts_row = counts_ptr + offset_of(row, SEGMENTS)
             total = tl.sum(tl.load(counts_row + tl.arange(0, SEGMENTS)))
             if (total > CAPACITY) | (total < k):
-                choose_in_row(row_ptr, length, out, k, TILE)
+                choose_in_row(row_ptr, length, order_key(tl.load(thresholds_ptr + row)), out, k, TILE)
             else:
                 candidates = as_packed(candidates_ptr) + offset_of(row, SEGMENTS * CAPACITY)
                 choose_candidates(candidates, counts_row, total, out, k, SEGMENTS, CAPACITY, CAPACITY, C.WARPS)
@@ -202,7 +202,7 @@ def topk_select_kernel(
     ends_ptr,  # [T] i32
     candidates_ptr,  # [T, SEGMENTS, CAPACITY] pairs
     counts_ptr,  # [T, SEGMENTS] i32
-    thresholds_ptr,  # [T] f32 if PIECE
+    thresholds_ptr,  # [T] f32 if SEGMENTS
     first_row,  # of those of logits
     num_columns,
     row_stride,

@@ -220,7 +220,7 @@ def plan(problem: Problem, device: Device) -> Plan:
                 OVERLAP_LIMIT=device.overlap_limit,
                 # Where registers are scarce k is compiled in: as a size it would take 40 bytes more of spills.
                 K=k if many else 0,
-                TILE=2048,
+                TILE=256 * warps,
             )
         },
         num_warps=warps,

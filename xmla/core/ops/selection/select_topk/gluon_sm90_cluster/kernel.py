@@ -6,8 +6,8 @@ in another division reads other CTAs' parts, once all have met at a barrier of t
     tile t of CTA c: columns (8 t + c) · WIDTH on ─→ order keys in registers
     each CTA: the k/8-th largest of maxima of groups ─→ bounds[c] ─┐ the least of them: at least k keys reach it
     ── all read bounds ────────────────────────────────────────────┘
-    interval [bound, greatest] of the k-th ─→ histogram of 256 bins ─→ each CTA adds those of all ─→ the bin of the k-th,
-      which is the next interval: until all of it are chosen, or it is one key (at most four, two as a rule)
+    interval [bound, greatest] of the k-th ─→ histogram of 256 bins ─→ each CTA adds those of all ─→ the bin of the
+      k-th, which is the next interval: until all of it are chosen, or it is one key (at most four, two as a rule)
     a bit a column ─→ counts[tile] ─→ the number of chosen columns before each ─→ indices, by column
 
 What is equal to the k-th is chosen by column, so no result depends on the order of atomic additions, and no row takes
@@ -199,7 +199,7 @@ def choose(
 ):  # fmt: skip
     """Write the columns of the k largest of a row's elements, more than k and no more than the tiles hold.
 
-    With a PAGE_SIZE their slots too; returns whether that was done, which takes pages of all words with a chosen column.
+    With a PAGE_SIZE their slots too; returns whether that was done: if all words with a chosen column have a page.
     """
     x = load_row(row_ptr, length, TILES, UNIT)  # on its way while memory is cleared
     pages = gl.full([], -1, gl.int32)
