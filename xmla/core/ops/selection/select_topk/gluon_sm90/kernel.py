@@ -24,7 +24,7 @@ from xmla.core.ops.selection.select_topk.sample import SLACK_PART
 
 WARPS = gl.constexpr(8)
 TILE = gl.constexpr(4096)  # columns: 16 of each thread
-CHUNK = gl.constexpr(1024)  # entries that are looked at together
+CHUNK = gl.constexpr(2048)  # entries that are looked at together
 BINS = gl.constexpr(2048)  # of a histogram
 OCTAVES = gl.constexpr(4 << 23)  # keys of four octaves, where the sample's search begins
 SAMPLED = gl.constexpr(32)  # adjacent elements of a sample
@@ -290,16 +290,31 @@ def bits_of(word):
 
 
 @gluon.jit
-def mark(words, least, most, held, pairs, row_ptr, length, IN_ROW: gl.constexpr):
-    """Set the bits of the columns of entries whose keys are within [least, most], and no other."""
+def mark(words, least, most, held, pairs):
+    """Set the bits of the columns of pairs whose keys are within [least, most], and no other."""
     clear(words)
-    if IN_ROW:
-        for first in range(0, length, CHUNK):
-            key, column = entries_of_row(row_ptr, first, length)
-            words.atomic_scatter_or(bit_of(column), column >> 5, 0, (key >= least) & (key <= most))
-    else:
-        column = columns_of(pairs)
-        words.atomic_scatter_or(bit_of(column), column >> 5, 0, (held >= least) & (held <= most))
+    column = columns_of(pairs)
+    words.atomic_scatter_or(bit_of(column), column >> 5, 0, (held >= least) & (held <= most))
+
+
+@gluon.jit
+def mark_row(words, others, least, count, kth, ties, row_ptr, length):
+    """Set the bits of the columns of a row's `count` elements that reach `least`, and in `others` of as many that equal
+    `kth` as hold the first `ties`; return a column behind them.
+    """
+    clear(words)
+    clear(others)
+    first = gl.to_tensor(0)
+    while (first < length) & ((count > 0) | (ties > 0)):
+        key, column = entries_of_row(row_ptr, first, length)
+        reach, equal = key >= least, (key == kth) & (ties > 0)
+        words.atomic_scatter_or(bit_of(column), column >> 5, 0, reach)
+        others.atomic_scatter_or(bit_of(column), column >> 5, 0, equal)
+        found = gl.sum(reach.to(gl.int32) | (equal.to(gl.int32) << 16), 0)
+        count -= found & 0xFFFF
+        ties -= found >> 16
+        first += CHUNK
+    return gl.minimum(first, length)
 
 
 @gluon.jit
@@ -338,9 +353,14 @@ def choose(k, low, above, held, pairs, row_ptr, length, out, IN_ROW: gl.constexp
     words = gl.allocate_shared_memory(gl.int32, [C.WORDS], FLAT)
     places = gl.allocate_shared_memory(gl.int32, [C.WORDS], FLAT)
     least = gl.where(more > 0, kth + 1, kth)
-    mark(words, least, KEY_OF_INF, held, pairs, row_ptr, length, IN_ROW)
+    ties = gl.where(more > 0, ties, 0)
+    if IN_ROW:
+        length = mark_row(words, places, least, k - ties, kth, ties, row_ptr, length)
+    else:
+        mark(words, least, KEY_OF_INF, held, pairs)
     if more > 0:  # of entries that equal the k-th, the first by column
-        mark(places, kth, kth, held, pairs, row_ptr, length, IN_ROW)
+        if not IN_ROW:
+            mark(places, kth, kth, held, pairs)
         add_first(words, places, ties)
     counts = bits_of(words.load(parts(words.shape[0])))
     places.store(gl.associative_scan(counts, 0, add) - counts)
