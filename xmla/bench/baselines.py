@@ -149,6 +149,11 @@ def tilelang_backward(
     return call
 
 
+def unwritten(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """Indices [T, K] for a peer to write, −1 where it does not: memory of earlier ones may hold right indices."""
+    return torch.full((len(logits), k), -1, device=logits.device, dtype=torch.int32)
+
+
 def sglang_topk(logits: torch.Tensor, lengths: torch.Tensor, k: int) -> Callable[[], torch.Tensor]:
     """SGLang's topk_v2 as its engine calls it: indices [T, K] in any order.
 
@@ -159,7 +164,7 @@ def sglang_topk(logits: torch.Tensor, lengths: torch.Tensor, k: int) -> Callable
         topk = import_module("sglang.kernels.ops.attention.dsv4.topk")
     finally:  # the package puts a function of its own in its place, which kernels cannot call, as vLLM's for blocks do
         triton.next_power_of_2 = next_power_of_2
-    indices = torch.empty(len(logits), k, device=logits.device, dtype=torch.int32)
+    indices = unwritten(logits, k)
     if len(logits) > 512:
         offsets = torch.zeros_like(lengths)
         transform, more = topk.topk_transform_ragged_v2, {"out_offsets": offsets, "out_indices": indices}
@@ -178,7 +183,7 @@ def sglang_topk(logits: torch.Tensor, lengths: torch.Tensor, k: int) -> Callable
 def deep_select(logits: torch.Tensor, lengths: torch.Tensor, k: int) -> Callable[[], torch.Tensor]:
     """DeepSelect as SGLang brings it: indices [T, K] in any order. Rows start on multiples of 128 bytes."""
     topk = import_module("sglang.kernels.ops.attention.deep_select").topk
-    indices = torch.empty(len(logits), k, device=logits.device, dtype=torch.int32)
+    indices = unwritten(logits, k)
     return lambda: topk(logits, k, end=lengths, output_idx=indices)[1]
 
 
@@ -195,7 +200,7 @@ def vllm_topk(logits: torch.Tensor, lengths: torch.Tensor, k: int) -> Callable[[
     """vLLM's top-k as its engine chooses it, by the number of rows: indices [T, K] in any order."""
     load_vllm()
     topk = torch.ops._C.cooperative_topk if len(logits) <= 64 else torch.ops._C.persistent_topk
-    indices = torch.empty(len(logits), k, device=logits.device, dtype=torch.int32)
+    indices = unwritten(logits, k)
     workspace = torch.zeros(1 << 20, device=logits.device, dtype=torch.uint8)
 
     def call() -> torch.Tensor:
@@ -209,7 +214,7 @@ def vllm_topk_of_prefill(logits: torch.Tensor, ends: torch.Tensor, k: int) -> Ca
     """vLLM's top-k of a chunk of prefill, whose rows begin with the first key: indices [T, K] in any order."""
     load_vllm()
     starts, strides = torch.zeros_like(ends), logits.stride()
-    indices = torch.empty(len(logits), k, device=logits.device, dtype=torch.int32)
+    indices = unwritten(logits, k)
 
     def call() -> torch.Tensor:
         torch.ops._C.top_k_per_row_prefill(logits, starts, ends, indices, len(logits), *strides, k)

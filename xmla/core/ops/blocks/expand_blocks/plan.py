@@ -4,7 +4,7 @@ from xmla.core.ops.blocks.shared import entries_of, expanded_columns
 from xmla.core.plan import Launch, Plan
 from xmla.core.values import Device, cdiv
 
-BLOCK_C = 256  # columns of a program
+BLOCK_C = 1024  # columns of a program; of 256, programs that have hardly begun wait for one another
 
 
 def plan(problem: Problem, device: Device) -> Plan:
