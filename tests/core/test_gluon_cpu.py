@@ -41,7 +41,8 @@ ATTENTION = registry()["sparse_mla"]
 
 def plan_of(op: Op, case: Case, device: Device) -> Plan | None:
     """The plan by Gluon kernels, if they serve the case."""
-    own = [each.asked for each in op.implementations if each.asked.startswith(f"gluon_sm{device.arch}")]
+    # Of rows that two serve, `gluon_sm90`.
+    own = sorted(each.asked for each in op.implementations if each.asked.startswith(f"gluon_sm{device.arch}"))
     for asked in own or ["gluon"]:
         try:
             return kit.plan_of(op, case, device, asked)
@@ -185,16 +186,19 @@ def row_of(kind: str, columns: int, length: int, k: int = 2048, starts: bool = F
 CLUSTERS = [
     *(case for case in SELECTION.cases if plan_of(SELECTION, case, H200) is not None),
     *(
-        row_of(kind, 16384, 9001)
+        row_of(kind, columns, length)  # of a cluster, and of one CTA
         for kind in ("far", "constant", "few values", "one bucket", "descending", "zeros", "NaN", "infinite")
+        for columns, length in ((20000, 17001), (16384, 9001))
     ),
-    row_of("sparse", 16000, 7 * 1024 + 1),
+    row_of("sparse", 17000, 7 * 1024 + 1),
+    row_of("normal", 8191, 8191, starts=True),
+    row_of("normal", 16384, 4095),  # a quarter of the tiles, and all
     row_of("subnormal", 20003, 9001, starts=True),
     row_of("normal", 131072, 32767),  # a quarter of the tiles, and all
     row_of("few values", 65535, 16385, 511),
     row_of("NaN", 100000, 2049),
 ]
-CLUSTER = SELECTION, row_of("one bucket", 16384, 9001), H200
+CLUSTER = SELECTION, row_of("one bucket", 20000, 17001), H200
 
 LOGITS_OF_SM100 = PAGED_LOGITS[0], with_a_missing_page(paged_case((9, 2600, 300, 0, 1, 130), 64, next_n=2)), SM100
 
@@ -380,15 +384,16 @@ def test_entries_that_slots_name_become_rows(with_lengths: bool, monkeypatch: py
 
 @NEEDS_INLINE_PTX
 @pytest.mark.parametrize("with_ids", [False, True])
-@pytest.mark.parametrize("k", [100, 600])
-def test_clusters_map_what_they_select(k: int, with_ids: bool) -> None:
+@pytest.mark.parametrize("page", [64, 53])  # a word of columns lies on one, or not
+@pytest.mark.parametrize(("k", "columns"), [(100, 20000), (600, 20000), (600, 16000)])
+def test_clusters_map_what_they_select(k: int, columns: int, page: int, with_ids: bool) -> None:
     """A table with a missing page, requests that are none, rows of fewer columns than k."""
     rng, mapping = np.random.default_rng(0), registry()["map_slots"]
-    rows, columns, page, requests = 6, 20000, 64, 3
+    rows, requests = 6, 3
     arrays = {
         "logits": rng.standard_normal((rows, columns)).astype(np.float32),
         "ends": np.array([columns, 700, 3, 0, 599, 15000], np.int32),
-        "block_table": rng.permutation(requests * 400)[: requests * 300].reshape(requests, 300).astype(np.int32),
+        "block_table": rng.permutation(requests * 500)[: requests * 380].reshape(requests, 380).astype(np.int32),
     }
     arrays["block_table"][1, ::7] = -1
     ids = {"request_ids": np.array([0, 1, 2, -1, 7, 1], np.int32)} if with_ids else {}
@@ -445,9 +450,9 @@ RAGGED, PAGED = (
 )
 
 PLANTED = [
-    Planted(CLUSTER, CLUSTERED, "tops.store(top)\n    gl.barrier(cluster=True)", "tops.store(top)"),
-    Planted(CLUSTER, CLUSTERED, "gl.barrier(cluster=True)\n        counted =", "counted ="),
-    Planted(CLUSTER, CLUSTERED, "gl.barrier(cluster=True)\n    for each", "for each"),
+    Planted(CLUSTER, CLUSTERED, "tops.store(top)\n        gl.barrier(cluster=True)", "tops.store(top)"),
+    Planted(CLUSTER, CLUSTERED, "gl.barrier(cluster=CTAS > 1)\n        EACH", "EACH"),
+    Planted(CLUSTER, CLUSTERED, "gl.barrier(cluster=CTAS > 1)\n    for each", "for each"),
     Planted(CLUSTER, CLUSTERED, "hist = hists.index(level)", "hist = hists.index(0)"),
     # Waits that are missing.
     Planted(WIDE_V32, CONSUMERS, "    mbarrier.wait(shared.full[0].index(stage), tile // STAGES & 1)\n", ""),

@@ -378,7 +378,7 @@ def dsa_attention(
     indexer_cache_format: str | None = None,
     workspace_bytes: int = 536870912,
     batch_invariant: bool = False,
-    implementation: Literal["triton", "gluon", "gluon_sm100", "gluon_sm90", "gluon_sm90_cluster", "reference"]
+    implementation: Literal["triton", "gluon", "gluon_sm100", "gluon_sm90_cluster", "gluon_sm90", "reference"]
     | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """DeepSeek sparse attention of one layer over its paged caches: indexer, top-k, slots, attention.
@@ -473,7 +473,7 @@ def dsa_step(
     scale_floor: str = "scale",
     workspace_bytes: int = 536870912,
     batch_invariant: bool = False,
-    implementation: Literal["triton", "gluon", "gluon_sm100", "gluon_sm90", "gluon_sm90_cluster", "reference"]
+    implementation: Literal["triton", "gluon", "gluon_sm100", "gluon_sm90_cluster", "gluon_sm90", "reference"]
     | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]: ...
 @overload
@@ -500,7 +500,7 @@ def dsa_step(
     scale_floor: str = "scale",
     workspace_bytes: int = 536870912,
     batch_invariant: bool = False,
-    implementation: Literal["triton", "gluon", "gluon_sm100", "gluon_sm90", "gluon_sm90_cluster", "reference"]
+    implementation: Literal["triton", "gluon", "gluon_sm100", "gluon_sm90_cluster", "gluon_sm90", "reference"]
     | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]: ...
 @overload
@@ -527,7 +527,7 @@ def dsa_step(
     scale_floor: str = "scale",
     workspace_bytes: int = 536870912,
     batch_invariant: bool = False,
-    implementation: Literal["triton", "gluon", "gluon_sm100", "gluon_sm90", "gluon_sm90_cluster", "reference"]
+    implementation: Literal["triton", "gluon", "gluon_sm100", "gluon_sm90_cluster", "gluon_sm90", "reference"]
     | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]: ...
 @overload
@@ -554,7 +554,7 @@ def dsa_step(
     scale_floor: str = "scale",
     workspace_bytes: int = 536870912,
     batch_invariant: bool = False,
-    implementation: Literal["triton", "gluon", "gluon_sm100", "gluon_sm90", "gluon_sm90_cluster", "reference"]
+    implementation: Literal["triton", "gluon", "gluon_sm100", "gluon_sm90_cluster", "gluon_sm90", "reference"]
     | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]: ...
 def dsa_step(
@@ -580,7 +580,7 @@ def dsa_step(
     scale_floor: str = "scale",
     workspace_bytes: int = 536870912,
     batch_invariant: bool = False,
-    implementation: Literal["triton", "gluon", "gluon_sm100", "gluon_sm90", "gluon_sm90_cluster", "reference"]
+    implementation: Literal["triton", "gluon", "gluon_sm100", "gluon_sm90_cluster", "gluon_sm90", "reference"]
     | None = None,
 ) -> (
     tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
@@ -1320,7 +1320,7 @@ def indexer_topk(
     *,
     k: int,
     workspace_bytes: int = 536870912,
-    implementation: Literal["gluon", "triton", "gluon_sm90", "gluon_sm90_cluster", "reference"] | None = None,
+    implementation: Literal["gluon", "triton", "gluon_sm90_cluster", "gluon_sm90", "reference"] | None = None,
 ) -> jax.Array:
     """The k keys of each token with the largest indexer logits, in bounded memory (prefill).
 
@@ -1370,7 +1370,7 @@ def indexer_topk_paged(
     k: int,
     workspace_bytes: int = 536870912,
     cache_format: str | None = None,
-    implementation: Literal["gluon", "gluon_sm100", "triton", "gluon_sm90", "gluon_sm90_cluster", "reference"]
+    implementation: Literal["gluon", "gluon_sm100", "triton", "gluon_sm90_cluster", "gluon_sm90", "reference"]
     | None = None,
 ) -> jax.Array:
     """The k keys of each token with the largest logits over the paged indexer cache, in bounded memory (decode).
@@ -1923,7 +1923,7 @@ def select_topk(
     starts: jax.Array | np.ndarray | None = None,
     *,
     k: int,
-    implementation: Literal["triton", "gluon_sm90", "gluon_sm90_cluster", "reference"] | None = None,
+    implementation: Literal["triton", "gluon_sm90_cluster", "gluon_sm90", "reference"] | None = None,
 ) -> jax.Array:
     """The k largest logits of each row's range, exactly and deterministically.
 
@@ -1954,10 +1954,10 @@ def select_topk(
 
     Implementations, best first:
         triton: rows of at most k columns.
-        gluon_sm90: compute capability 9.0; Triton 3.9 or newer; at most 131072 columns; a k of at most 2048; more rows
-            than SMs, or more than 16 of 4097 to 16384 columns.
         gluon_sm90_cluster: compute capability 9.0; Triton 3.9 or newer; a k of at most 2048; at most 131072 columns; at
-            most 16 rows, 8 of more than 65536 columns.
+            most 16 rows of over 16384 columns, 8 of over 65536.
+        gluon_sm90: compute capability 9.0; Triton 3.9 or newer; at most 131072 columns; a k of at most 2048; more rows
+            than SMs.
         triton: every call.
     """
     return _select_topk([logits, ends, starts], (k,), implementation)

@@ -281,7 +281,7 @@ def dsa_attention(
     batch_invariant: bool = False,
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     workspace: torch.Tensor | None = None,
-    implementation: Literal["triton", "gluon", "gluon_sm100", "gluon_sm90", "gluon_sm90_cluster", "reference"]
+    implementation: Literal["triton", "gluon", "gluon_sm100", "gluon_sm90_cluster", "gluon_sm90", "reference"]
     | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """DeepSeek sparse attention of one layer over its paged caches: indexer, top-k, slots, attention.
@@ -380,7 +380,7 @@ def dsa_step(
     batch_invariant: bool = False,
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     workspace: torch.Tensor | None = None,
-    implementation: Literal["triton", "gluon", "gluon_sm100", "gluon_sm90", "gluon_sm90_cluster", "reference"]
+    implementation: Literal["triton", "gluon", "gluon_sm100", "gluon_sm90_cluster", "gluon_sm90", "reference"]
     | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A step of DeepSeek sparse attention in one layer: the tokens' entries and keys into both caches, then attention.
@@ -1170,7 +1170,7 @@ def indexer_topk(
     workspace_bytes: int = 536870912,
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
-    implementation: Literal["gluon", "triton", "gluon_sm90", "gluon_sm90_cluster", "reference"] | None = None,
+    implementation: Literal["gluon", "triton", "gluon_sm90_cluster", "gluon_sm90", "reference"] | None = None,
 ) -> torch.Tensor:
     """The k keys of each token with the largest indexer logits, in bounded memory (prefill).
 
@@ -1225,7 +1225,7 @@ def indexer_topk_paged(
     cache_format: str | None = None,
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
-    implementation: Literal["gluon", "gluon_sm100", "triton", "gluon_sm90", "gluon_sm90_cluster", "reference"]
+    implementation: Literal["gluon", "gluon_sm100", "triton", "gluon_sm90_cluster", "gluon_sm90", "reference"]
     | None = None,
 ) -> torch.Tensor:
     """The k keys of each token with the largest logits over the paged indexer cache, in bounded memory (decode).
@@ -1707,7 +1707,7 @@ def select_topk(
     k: int,
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
-    implementation: Literal["triton", "gluon_sm90", "gluon_sm90_cluster", "reference"] | None = None,
+    implementation: Literal["triton", "gluon_sm90_cluster", "gluon_sm90", "reference"] | None = None,
 ) -> torch.Tensor:
     """The k largest logits of each row's range, exactly and deterministically.
 
@@ -1738,10 +1738,10 @@ def select_topk(
 
     Implementations, best first:
         triton: rows of at most k columns.
-        gluon_sm90: compute capability 9.0; Triton 3.9 or newer; at most 131072 columns; a k of at most 2048; more rows
-            than SMs, or more than 16 of 4097 to 16384 columns.
         gluon_sm90_cluster: compute capability 9.0; Triton 3.9 or newer; a k of at most 2048; at most 131072 columns; at
-            most 16 rows, 8 of more than 65536 columns.
+            most 16 rows of over 16384 columns, 8 of over 65536.
+        gluon_sm90: compute capability 9.0; Triton 3.9 or newer; at most 131072 columns; a k of at most 2048; more rows
+            than SMs.
         triton: every call.
     """
     return _select_topk([logits, ends, starts], (k,), out, workspace, implementation)

@@ -257,8 +257,8 @@ def _longer(problem: Problem, _: Device) -> str | None:
 
 IMPLEMENTATIONS = (
     Implementation("whole_rows", plan_whole, (Condition("rows of at most k columns", _longer),)),
-    GLUON_ROWS,
     GLUON_CLUSTERS,
+    GLUON_ROWS,
     Implementation("triton", plan),
 )
 

@@ -19,14 +19,14 @@ def pages_of_token(
 
 
 @gluon.jit
-def map_selected(table_row, width, k, indices_ptr, slots_ptr, counts_ptr, MAPPING: gl.constexpr):
+def map_selected(table_row, width, k, indices_ptr, slots_ptr, counts_ptr, MAPPING: gl.constexpr, CTAS: gl.constexpr):
     """Map the row that this program has selected; parameters as in the kernel below. Each CTA maps all of it."""
     gl.static_assert(MAPPING.ONE_STEP and not MAPPING.COMPACT and not MAPPING.HAS_LENGTHS, "whole rows, in one step")
     BLOCK: gl.constexpr = max(MAPPING.BLOCK_K, THREADS)
     PAGE_SIZE: gl.constexpr = MAPPING.PAGE_SIZE
-    gl.barrier(cluster=True)  # other CTAs wrote what this one maps
+    gl.barrier(cluster=CTAS > 1)  # other CTAs wrote what this one maps
     token = gl.program_id(0)
-    place = gl.arange(0, BLOCK, layout=in_each(BLOCK // THREADS))
+    place = gl.arange(0, BLOCK, layout=in_each(BLOCK // THREADS, CTAS))
     row = offset_of(token, k)
     index = gl.load(indices_ptr + row + place, mask=place < k, other=-1)
     inside = (index >= 0) & (index // PAGE_SIZE < width)
@@ -74,4 +74,4 @@ def select_slots_cluster_sm90_kernel(
     if WHOLE_WORDS and mapped:
         gl.store(counts_ptr + gl.program_id(0), k)
     else:
-        map_selected(table_row, width, k, indices_ptr, slots_ptr, counts_ptr, MAPPING)
+        map_selected(table_row, width, k, indices_ptr, slots_ptr, counts_ptr, MAPPING, C.CTAS)

@@ -11,10 +11,6 @@ MAX_K = 2048  # of which a sample leaves at most 4096 candidates, 16 of each thr
 MAX_COLUMNS = 131072  # a bit each, and their counts, in the shared memory of three programs an SM
 # Programs of three an SM: 685 µs at 8192 × 65536, 746 with 64 registers, four and spills (H200, 2026-11-29).
 REGISTERS = 80
-MOST_ROWS_OF_CLUSTERS = 16  # which run at the same time, of two CTAs an SM
-# Of more rows, but fewer than SMs: widths at which a program with a row is fast. They begin and end as those of
-# warm-up's lists do, at powers of two and what exceeds them.
-FEWEST_COLUMNS, MOST_COLUMNS = 4097, 16384
 
 BY_INLINE_PTX = Condition("Triton 3.9 or newer", lambda *_: None if hasattr(gl, "inline_asm") else "by an older Triton")
 
@@ -74,10 +70,8 @@ def _many_of_a_row(problem: Problem, _: Device) -> str | None:
 
 
 def _few(problem: Problem, device: Device) -> str | None:
-    rows, columns = problem["T"], problem["N"]
-    if rows > device.num_sms or (rows > MOST_ROWS_OF_CLUSTERS and FEWEST_COLUMNS <= columns <= MOST_COLUMNS):
-        return None
-    return f"with {rows} rows of {columns} columns on {device.num_sms} SMs"
+    rows = problem["T"]
+    return None if rows > device.num_sms else f"with {rows} rows on {device.num_sms} SMs"
 
 
 IMPLEMENTATION = Implementation(
@@ -90,12 +84,7 @@ IMPLEMENTATION = Implementation(
         Condition(f"a k of at most {MAX_K}", _many_of_a_row),
         # A program has a row, for 46 µs at 131072 columns whatever the others do, so that fewer rows leave SMs idle. At
         # that width 512 rows, of a short last round, are 0.95 times as fast, all others 1.06 to 1.33 times (H200).
-        # 17 to 132 rows of 8192 and 16384 columns take 8.7 to 12.4 µs, the portable kernels 10.4 to 22.3; 32 rows of
-        # 32768 columns 14.9 and 13.7 (H200, 2026-11-29).
-        Condition(
-            f"more rows than SMs, or more than {MOST_ROWS_OF_CLUSTERS} of {FEWEST_COLUMNS} to {MOST_COLUMNS} columns",
-            _few,
-        ),
+        Condition("more rows than SMs", _few),
     ),
     # Not "gluon", by which ops over an indexer's keys ask for the kernels of their logits alone.
     "gluon_sm90",

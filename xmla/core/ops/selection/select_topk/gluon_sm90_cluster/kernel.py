@@ -1,4 +1,4 @@
-"""Exact top-k of few rows in one launch for Hopper: a row is in the registers of a cluster of 8 CTAs.
+"""Exact top-k of rows in one launch for Hopper: a row is in the registers of a cluster of 8 CTAs, or of one CTA.
 
 One program of this kernel is a cluster: an array of shared memory is divided among its CTAs by `cga_layout`, and a load
 in another division reads other CTAs' parts, once all have met at a barrier of the cluster. A row is read once:
@@ -10,6 +10,8 @@ in another division reads other CTAs' parts, once all have met at a barrier of t
       k-th, which is the next interval: until all of it are chosen, or it is one key (at most four, two as a rule)
     a bit a column ─→ counts[tile] ─→ the number of chosen columns before each ─→ indices, by column
 
+One CTA has no bound, which would save less than it costs, and histograms of 2048 bins: at most three intervals.
+
 What is equal to the k-th is chosen by column, so no result depends on the order of atomic additions, and no row takes
 much longer than another: NaN, of which all have one key, is like any other value.
 """
@@ -20,33 +22,45 @@ from xmla.core.lang.launches import gluon_wait_for_earlier as wait_for_earlier
 from xmla.core.lang.offsets import gluon_offset_of as offset_of
 from xmla.core.ops.selection.select_topk.gluon_sm90.kernel import bits_of, row_range
 
-CTAS = gl.constexpr(8)  # of a cluster; more are not portable
+CLUSTER = gl.constexpr(8)  # CTAs; more are not portable
 WARPS = gl.constexpr(8)  # of a CTA
 THREADS = gl.constexpr(32 * 8)
 WIDTH = gl.constexpr(4 * 32 * 8)  # columns of a tile of a CTA
-COLUMNS_OF_TILES = gl.constexpr(CTAS.value * WIDTH.value)  # of a tile of each
 GROUPS = gl.constexpr(2)  # of a thread, whose maxima bound the k-th
 MOST = gl.constexpr(2048)  # k: a CTA's share of it is half of its groups
-# So few that each CTA reads those of all, a bin a thread: sums of 2048, which CTAs exchanged, took a barrier more.
-BITS = gl.constexpr(8)
-BINS = gl.constexpr(1 << 8)
-LEVELS = gl.constexpr(4)  # intervals of 8 bits each
 BITS_OF_CTA = gl.constexpr(10)
 BINS_OF_CTA = gl.constexpr(1 << 10)  # by which a CTA searches its bound
 KEY_OF_NAN = gl.constexpr(-0x7FFFFFFF)  # below all numbers
+KEY_OF_INF = gl.constexpr(0x7F800000)
 
 
 @gluon.constexpr_function
-def in_cluster(size, warps, axis=0):
-    """Registers of a tensor of which each CTA has a part along an axis."""
+def bits_of_level(ctas):
+    """Bits of an interval's bins.
+
+    Of a cluster so few that each CTA reads those of all, a bin a thread: sums of 2048 bins, which CTAs exchanged, took
+    a barrier more.
+    """
+    return 8 if ctas > 1 else 11
+
+
+@gluon.constexpr_function
+def levels(ctas):
+    """Intervals that end at single keys."""
+    return -(-32 // bits_of_level(ctas))
+
+
+@gluon.constexpr_function
+def in_cluster(size, warps, ctas):
+    """Registers of a tensor of which each CTA has a part along the first axis."""
     rank = len(size)
     lanes = [1] * (rank - 1) + [32]
-    return gl.BlockedLayout(size, lanes, warps, list(range(rank))[::-1], cga_layout=divided(rank, axis))
+    return gl.BlockedLayout(size, lanes, warps, list(range(rank))[::-1], cga_layout=divided(rank, ctas))
 
 
 @gluon.constexpr_function
-def divided(rank, axis):
-    return [[part if each == axis else 0 for each in range(rank)] for part in (1, 2, 4)]
+def divided(rank, ctas):
+    return [[part] + [0] * (rank - 1) for part in (1, 2, 4) if part < ctas]
 
 
 @gluon.constexpr_function
@@ -56,28 +70,45 @@ def parts_of(tiles):
 
 
 @gluon.constexpr_function
-def layout_of_words(tiles):
+def layout_of_words(tiles, ctas):
     """Words [CTAS, TILES, …] of a bit for each column; a thread has `tiles // parts_of(tiles)` of them."""
     parts = parts_of(tiles)
-    return in_cluster([1, tiles // parts, 1], [1, parts, WARPS.value // parts])
+    return in_cluster([1, tiles // parts, 1], [1, parts, WARPS.value // parts], ctas)
 
 
 @gluon.constexpr_function
-def in_each(size):
+def in_each(size, ctas):
     """Registers of a vector that each CTA has whole."""
-    return gl.BlockedLayout([size], [32], [WARPS.value], [0], cga_layout=[[0], [0], [0]])
+    return gl.BlockedLayout([size], [32], [WARPS.value], [0], cga_layout=[[0] for _ in divided(1, ctas)])
 
 
-PART = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0], cga_layout=[[1, 0], [2, 0], [4, 0]]))
-FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0], cga_layout=[[1], [2], [4]]))
-X3 = gl.constexpr(in_cluster([1, 1, 4], [1, 1, WARPS.value]))
-ROWS = gl.constexpr(in_cluster([1, 4], [1, WARPS.value]))
-LINES = gl.constexpr(in_cluster([1, 1], [1, WARPS.value]))
-EVERY = gl.constexpr(
-    gl.BlockedLayout([CTAS.value, 1], [1, 32], [1, WARPS.value], [1, 0], cga_layout=[[0, 0], [0, 0], [0, 0]])
-)
-SPREAD = gl.constexpr(in_cluster([1], [WARPS.value]))
-ONE = gl.constexpr(in_each(1))
+@gluon.constexpr_function
+def every(bins, ctas):
+    """Registers of bins [CTAS, BINS] of all CTAs, which each of them has whole: a thread those of its bins."""
+    size, none = [ctas, bins // THREADS.value], [[0, 0] for _ in divided(2, ctas)]
+    return gl.BlockedLayout(size, [1, 32], [1, WARPS.value], [1, 0], cga_layout=none)
+
+
+@gluon.constexpr_function
+def elements(ctas):
+    return in_cluster([1, 1, 4], [1, 1, WARPS.value], ctas)
+
+
+@gluon.constexpr_function
+def rows(size, ctas):
+    return in_cluster([1, size], [1, WARPS.value], ctas)
+
+
+@gluon.constexpr_function
+def part(ctas):
+    """Shared memory of rows, one of each CTA."""
+    return gl.SwizzledSharedLayout(1, 1, 1, [1, 0], cga_layout=divided(2, ctas))
+
+
+@gluon.constexpr_function
+def flat(ctas):
+    """Shared memory of a vector that is divided among CTAs."""
+    return gl.SwizzledSharedLayout(1, 1, 1, [0], cga_layout=divided(1, ctas))
 
 
 @gluon.jit
@@ -139,8 +170,9 @@ def find(counts, k, AXIS: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def load_row(row_ptr, length, TILES: gl.constexpr, UNIT: gl.constexpr):
+def load_row(row_ptr, length, TILES: gl.constexpr, UNIT: gl.constexpr, CTAS: gl.constexpr):
     """Elements [CTAS, TILES, WIDTH]; absent columns are NaN, after all that are there."""
+    X3: gl.constexpr = elements(CTAS)
     tile = places(TILES, 1, X3) * CTAS + places(CTAS, 0, X3)
     column = tile * WIDTH + places(WIDTH, 2, X3)
     if UNIT >= 4:
@@ -156,8 +188,9 @@ def load_row(row_ptr, length, TILES: gl.constexpr, UNIT: gl.constexpr):
 
 
 @gluon.jit
-def bound_of_cta(keys, k, few, TILES: gl.constexpr):
+def bound_of_cta(keys, k, few, TILES: gl.constexpr, CTAS: gl.constexpr):
     """A key that a share of k of a CTA's own reach, and its greatest, of each."""
+    ROWS: gl.constexpr = rows(BINS_OF_CTA // THREADS, CTAS)
     groups = gl.max(gl.max(gl.reshape(keys, [CTAS, GROUPS, TILES // GROUPS, THREADS, 4]), 4), 2)
     groups = gl.reshape(groups, [CTAS, GROUPS * THREADS])
     G: gl.constexpr = groups.type.layout
@@ -178,48 +211,56 @@ def bound_of_cta(keys, k, few, TILES: gl.constexpr):
 
 
 @gluon.jit
-def words_of(TILES: gl.constexpr):
+def words_of(TILES: gl.constexpr, CTAS: gl.constexpr):
     """The first columns [CTAS, TILES, …] of words, of a bit for each of adjacent columns."""
     PARTS: gl.constexpr = parts_of(TILES)
-    tile = places(TILES, 1, layout_of_words(TILES)) * CTAS + places(CTAS, 0, layout_of_words(TILES))
-    return tile * WIDTH + places(THREADS // PARTS, 2, layout_of_words(TILES)) * (4 * PARTS)
+    LAYOUT: gl.constexpr = layout_of_words(TILES, CTAS)
+    tile = places(TILES, 1, LAYOUT) * CTAS + places(CTAS, 0, LAYOUT)
+    return tile * WIDTH + places(THREADS // PARTS, 2, LAYOUT) * (4 * PARTS)
 
 
 @gluon.jit
-def load_pages(table_row, width, length, TILES: gl.constexpr, PAGE_SIZE: gl.constexpr):
+def load_pages(table_row, width, length, TILES: gl.constexpr, PAGE_SIZE: gl.constexpr, CTAS: gl.constexpr):
     """The page of each word's columns; −1 where there is none, or one whose slots are no int32."""
-    first = words_of(TILES)
+    first = words_of(TILES, CTAS)
     page = gl.load(table_row + first // PAGE_SIZE, mask=(first < length) & (first // PAGE_SIZE < width), other=-1)
     return gl.where(page < 0x7FFFFFFF // PAGE_SIZE, page, -1)
 
 
 @gluon.jit
 def choose(
-    row_ptr, length, k, out, slots, table_row, width, TILES: gl.constexpr, UNIT: gl.constexpr, PAGE_SIZE: gl.constexpr
+    row_ptr, length, k, out, slots, table_row, width, TILES: gl.constexpr, UNIT: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, CTAS: gl.constexpr,
 ):  # fmt: skip
     """Write the columns of the k largest of a row's elements, more than k and no more than the tiles hold.
 
     With a PAGE_SIZE their slots too; returns whether that was done: if all words with a chosen column have a page.
     """
-    x = load_row(row_ptr, length, TILES, UNIT)  # on its way while memory is cleared
+    BITS: gl.constexpr = bits_of_level(CTAS)
+    BINS: gl.constexpr = 1 << BITS
+    LEVELS: gl.constexpr = levels(CTAS)
+    x = load_row(row_ptr, length, TILES, UNIT, CTAS)  # on its way while memory is cleared
     pages = gl.full([], -1, gl.int32)
     if PAGE_SIZE:
-        pages = load_pages(table_row, width, length, TILES, PAGE_SIZE)
-    hists = gl.allocate_shared_memory(gl.int32, [LEVELS, CTAS, BINS], PART)
-    few = gl.allocate_shared_memory(gl.int32, [CTAS, BINS_OF_CTA], PART)
-    bounds = gl.allocate_shared_memory(gl.int32, [CTAS], FLAT)
-    tops = gl.allocate_shared_memory(gl.int32, [CTAS], FLAT)
-    counts = gl.allocate_shared_memory(gl.int32, [CTAS * TILES], FLAT)
+        pages = load_pages(table_row, width, length, TILES, PAGE_SIZE, CTAS)
+    hists = gl.allocate_shared_memory(gl.int32, [LEVELS, CTAS, BINS], part(CTAS))
+    few = gl.allocate_shared_memory(gl.int32, [CTAS, BINS_OF_CTA], part(CTAS))
+    bounds = gl.allocate_shared_memory(gl.int32, [CTAS], flat(CTAS))
+    tops = gl.allocate_shared_memory(gl.int32, [CTAS], flat(CTAS))
+    counts = gl.allocate_shared_memory(gl.int32, [CTAS * TILES], flat(CTAS))
     for level in gl.static_range(LEVELS):
-        hists.index(level).store(gl.zeros([CTAS, BINS], gl.int32, LINES))
-    few.store(gl.zeros([CTAS, BINS_OF_CTA], gl.int32, ROWS))
+        hists.index(level).store(gl.zeros([CTAS, BINS], gl.int32, rows(BINS // THREADS, CTAS)))
+    low, high = gl.to_tensor(KEY_OF_NAN), gl.to_tensor(KEY_OF_INF)
+    if CTAS > 1:
+        few.store(gl.zeros([CTAS, BINS_OF_CTA], gl.int32, rows(BINS_OF_CTA // THREADS, CTAS)))
     keys = order_key(x)
-    bound, top = bound_of_cta(keys, k, few, TILES)
-    bounds.store(bound)
-    tops.store(top)
-    gl.barrier(cluster=True)
-    low = gl.min(bounds.load(ONE), 0)
-    high = gl.max(tops.load(ONE), 0)
+    if CTAS > 1:
+        bound, top = bound_of_cta(keys, k, few, TILES, CTAS)
+        bounds.store(bound)
+        tops.store(top)
+        gl.barrier(cluster=True)
+        low = gl.min(bounds.load(in_each(1, CTAS)), 0)
+        high = gl.max(tops.load(in_each(1, CTAS)), 0)
 
     # The interval [high − span, high] of the k-th is narrowed until all of it are chosen, or it is one key.
     keys = gl.reshape(keys, [CTAS, TILES * WIDTH])
@@ -234,19 +275,23 @@ def choose(
         hist.atomic_scatter_add(
             gl.full([CTAS, TILES * WIDTH], 1, gl.int32, K), (down >> shift).to(gl.int32), 1, down <= span
         )
-        gl.barrier(cluster=True)
-        counted = gl.convert_layout(gl.sum(hist.load(EVERY), 0), ONE, assert_trivial=True)
-        found = find(counted, need, 0, ONE)
+        gl.barrier(cluster=CTAS > 1)
+        EACH: gl.constexpr = in_each(BINS // THREADS, CTAS)
+        counted = gl.convert_layout(gl.sum(hist.load(every(BINS, CTAS)), 0), EACH, assert_trivial=True)
+        found = find(counted, need, 0, EACH)
         high -= ((found >> 12).to(gl.uint32) << shift).to(gl.int32, bitcast=True)
         need -= (found >> 1) & 0x7FF
         span = (gl.to_tensor(1).to(gl.uint32) << shift) - 1
         level = gl.where((shift == 0) | (found & 1 == 1), LEVELS, level + 1)
         shift = gl.maximum(shift.to(gl.int32) - BITS, 0).to(gl.uint32)
-    return write(keys, high, span, need, out, slots, pages, counts, (hists, bounds, tops), TILES, PAGE_SIZE)
+    return write(keys, high, span, need, out, slots, pages, counts, (hists, bounds, tops), TILES, PAGE_SIZE, CTAS)
 
 
 @gluon.jit
-def write(keys, high, span, need, out, slots, pages, counts, read, TILES: gl.constexpr, PAGE_SIZE: gl.constexpr):
+def write(
+    keys, high, span, need, out, slots, pages, counts, read, TILES: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    CTAS: gl.constexpr,
+):  # fmt: skip
     """Write the columns of keys above an interval, and of the first `need` in it; with a PAGE_SIZE their slots too.
 
     Other CTAs may not have ended to read what was `read` before: nothing may take its place until all have met again.
@@ -260,10 +305,10 @@ def write(keys, high, span, need, out, slots, pages, counts, read, TILES: gl.con
     flags = gl.reshape(over | (tied << 16), [CTAS, TILES, THREADS, 4])
     bits = gl.sum(flags << along_last(4, flags.type.layout), 3)
     bits = (bits | (bits >> 12)).to(gl.uint8)  # [CTAS, TILES, THREADS]
-    W3: gl.constexpr = in_cluster([1, HELD, PARTS], [1, PARTS, WARPS // PARTS])
+    W3: gl.constexpr = in_cluster([1, HELD, PARTS], [1, PARTS, WARPS // PARTS], CTAS)
     bits = gl.reshape(gl.convert_layout(bits, W3), [CTAS, TILES, WORDS, PARTS]).to(gl.uint32)
     part = along_last(PARTS, bits.type.layout).to(gl.uint32) * 4
-    B3: gl.constexpr = layout_of_words(TILES)
+    B3: gl.constexpr = layout_of_words(TILES, CTAS)
     over_bits = gl.convert_layout(gl.sum((bits & 15) << part, 3), B3, assert_trivial=True)
     tied_bits = gl.convert_layout(gl.sum((bits >> 4) << part, 3), B3, assert_trivial=True)
 
@@ -275,10 +320,10 @@ def write(keys, high, span, need, out, slots, pages, counts, read, TILES: gl.con
     if PAGE_SIZE:
         posted |= gl.max(((both != 0) & (pages < 0)).to(gl.int32), 2) << 30
     counts.store(gl.reshape(posted, [CTAS * TILES]))
-    gl.barrier(cluster=True)
+    gl.barrier(cluster=CTAS > 1)
     for each in gl.static_range(3):
         read[each]._keep_alive()
-    P3: gl.constexpr = in_cluster([1, HELD, max(1, CTAS * TILES // 32)], [1, PARTS, WARPS // PARTS])
+    P3: gl.constexpr = in_cluster([1, HELD, max(1, CTAS * TILES // 32)], [1, PARTS, WARPS // PARTS], CTAS)
     POSTED: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, P3))
     posted = counts.load(POSTED)
     place = gl.arange(0, CTAS * TILES, layout=POSTED)
@@ -290,7 +335,7 @@ def write(keys, high, span, need, out, slots, pages, counts, read, TILES: gl.con
     over_before = gl.expand_dims(gl.convert_layout(over_before, gl.SliceLayout(2, B3)), 2) + ((upto - many) & 0xFFF)
     tied_before = gl.expand_dims(gl.convert_layout(tied_before, gl.SliceLayout(2, B3)), 2) + ((upto - many) >> 12)
 
-    first = words_of(TILES)
+    first = words_of(TILES, CTAS)
     place = over_before + gl.minimum(tied_before, need)
     left = need - tied_before
     for _ in range(gl.max((posted >> 24) & 0x3F, 0)):  # words have no more bits
@@ -319,6 +364,7 @@ def select_row(
     With a PAGE_SIZE also their slots, by the row's pages, `table_row` [width]; returns whether that was done.
     """
     TILES: gl.constexpr = C.TILES
+    CTAS: gl.constexpr = C.CTAS
     gl.static_assert(TILES % GROUPS == 0 and (TILES <= 8 or TILES == 16), "tiles are of two groups, and of words of 8")
     gl.static_assert(PAGE_SIZE % (4 * parts_of(TILES)) == 0, "a word's columns lie on one page")
     row = gl.program_id(0).to(gl.int64)
@@ -327,15 +373,15 @@ def select_row(
     mapped = length > k
     if length <= k:
         for base in range(0, k, CTAS * THREADS):
-            column = base + gl.arange(0, CTAS * THREADS, layout=SPREAD)
+            column = base + gl.arange(0, CTAS * THREADS, layout=in_cluster([1], [WARPS], CTAS))
             gl.store(out + column, gl.where(column < length, column, -1), mask=column < k)
     else:
         row_ptr = logits_ptr + offset_of(row, row_stride // C.UNIT * C.UNIT) + start
-        if length <= COLUMNS_OF_TILES * (TILES // 4) and TILES // 4 >= GROUPS:
+        if length <= CTAS * WIDTH * (TILES // 4) and TILES // 4 >= GROUPS:
             FEW: gl.constexpr = max(TILES // 4, GROUPS)
-            mapped = choose(row_ptr, length, k, out, slots, table_row, width, FEW, C.UNIT, PAGE_SIZE)
+            mapped = choose(row_ptr, length, k, out, slots, table_row, width, FEW, C.UNIT, PAGE_SIZE, CTAS)
         else:
-            mapped = choose(row_ptr, length, k, out, slots, table_row, width, TILES, C.UNIT, PAGE_SIZE)
+            mapped = choose(row_ptr, length, k, out, slots, table_row, width, TILES, C.UNIT, PAGE_SIZE, CTAS)
     return mapped
 
 
