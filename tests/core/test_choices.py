@@ -67,13 +67,18 @@ def test_a_refusal_is_of_the_callers_own_entries() -> None:
         plan_call(op, specs, op.attributes(**case.attrs), INTERPRETER, "gluon")
 
 
+ROWS_OF_A_PROGRAM = "more rows than SMs, or more than 64 of at most 32768 columns"
+
+
 @NEEDS_INLINE_PTX
 @pytest.mark.parametrize(
     ("rows", "columns", "k", "device", "reason"),
     [
         (133, 131072, 2048, H200, ""),
-        (133, 16385, 2048, H200, ""),
-        (132, 16385, 2048, H200, "with 132 rows on 132 SMs, supported: more rows than SMs"),
+        (133, 8193, 2048, H200, ""),
+        (65, 32768, 2048, H200, ""),
+        (132, 32769, 2048, H200, f"with 132 rows of 32769 columns on 132 SMs, supported: {ROWS_OF_A_PROGRAM}"),
+        (33, 65536, 2048, H200, f"with 33 rows of 65536 columns on 132 SMs, supported: {ROWS_OF_A_PROGRAM}"),
         (8192, 131073, 2048, H200, "with 131073 columns, supported: at most 131072 columns"),
         (8192, 262144, 2048, H200, "with 262144 columns, supported: at most 131072 columns"),
         (8192, 65536, 2049, H200, "with k of 2049, supported: a k of at most 2048"),
@@ -198,11 +203,13 @@ def test_no_kernel_is_hashed_to_find_what_joins_launches(monkeypatch: pytest.Mon
     [
         (3, 64, whole_slots_kernel),
         (3, 4096, select_slots_cluster_sm90_kernel),
-        (133, 16384, select_slots_cluster_sm90_kernel),
-        (16, 16385, select_slots_cluster_sm90_kernel),
-        (17, 16385, select_slots_kernel),
-        (132, 32768, select_slots_kernel),
-        (133, 32768, None),
+        (133, 8192, select_slots_cluster_sm90_kernel),
+        (64, 32768, select_slots_cluster_sm90_kernel),
+        (65, 32768, None),
+        (32, 65536, select_slots_cluster_sm90_kernel),
+        (33, 65536, select_slots_kernel),
+        (9, 131072, select_slots_kernel),
+        (133, 8193, None),
     ],
 )
 def test_programs_that_select_rows_whole_or_of_few_also_map_them(rows: int, columns: int, kernel: object) -> None:

@@ -1954,10 +1954,10 @@ def select_topk(
 
     Implementations, best first:
         triton: rows of at most k columns.
-        gluon_sm90_cluster: compute capability 9.0; Triton 3.9 or newer; a k of at most 2048; at most 131072 columns; at
-            most 16 rows of over 16384 columns, 8 of over 65536.
+        gluon_sm90_cluster: compute capability 9.0; Triton 3.9 or newer; a k of at most 2048; at most 131072 columns; of
+            more than 8192 columns at most 64 rows of 32768, 32 rows of 65536, 8 rows of 131072.
         gluon_sm90: compute capability 9.0; Triton 3.9 or newer; at most 131072 columns; a k of at most 2048; more rows
-            than SMs.
+            than SMs, or more than 64 of at most 32768 columns.
         triton: every call.
     """
     return _select_topk([logits, ends, starts], (k,), implementation)

@@ -12,6 +12,9 @@ MAX_COLUMNS = 131072  # a bit each, and their counts, in the shared memory of th
 # Programs of three an SM: 685 µs at 8192 × 65536, 746 with 64 registers, four and spills (H200, 2026-11-29).
 REGISTERS = 80
 
+# Of rows that are no more than SMs: fewer are for clusters, wider ones for the portable kernels.
+MOST_ROWS_OF_CLUSTERS, MOST_COLUMNS_OF_FEW = 64, 32768
+
 BY_INLINE_PTX = Condition("Triton 3.9 or newer", lambda *_: None if hasattr(gl, "inline_asm") else "by an older Triton")
 
 
@@ -70,8 +73,10 @@ def _many_of_a_row(problem: Problem, _: Device) -> str | None:
 
 
 def _few(problem: Problem, device: Device) -> str | None:
-    rows = problem["T"]
-    return None if rows > device.num_sms else f"with {rows} rows on {device.num_sms} SMs"
+    rows, columns = problem["T"], problem["N"]
+    if rows > device.num_sms or (rows > MOST_ROWS_OF_CLUSTERS and columns <= MOST_COLUMNS_OF_FEW):
+        return None
+    return f"with {rows} rows of {columns} columns on {device.num_sms} SMs"
 
 
 IMPLEMENTATION = Implementation(
@@ -84,7 +89,10 @@ IMPLEMENTATION = Implementation(
         Condition(f"a k of at most {MAX_K}", _many_of_a_row),
         # A program has a row, for 46 µs at 131072 columns whatever the others do, so that fewer rows leave SMs idle. At
         # that width 512 rows, of a short last round, are 0.95 times as fast, all others 1.06 to 1.33 times (H200).
-        Condition("more rows than SMs", _few),
+        # 65 to 132 rows of 32768 columns take 12.9 to 16.0 µs, by the portable kernels 15.8 to 17.6 (H200, 2026-11-30).
+        Condition(
+            f"more rows than SMs, or more than {MOST_ROWS_OF_CLUSTERS} of at most {MOST_COLUMNS_OF_FEW} columns", _few
+        ),
     ),
     # Not "gluon", by which ops over an indexer's keys ask for the kernels of their logits alone.
     "gluon_sm90",

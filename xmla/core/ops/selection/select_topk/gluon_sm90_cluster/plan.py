@@ -14,10 +14,13 @@ from xmla.core.plan import ON_HOPPER, Condition, Constants, Implementation, Laun
 from xmla.core.values import Device, arithmetic, next_power_of_2
 
 MOST_TILES = 16  # of a CTA, in registers: 64 keys of a thread
-MOST_ROWS = 16  # whose clusters run at the same time, of two CTAs an SM
-MOST_WIDE_ROWS = 8  # whose clusters, of one CTA an SM, run at the same time
-WIDE = 65536
-MOST_COLUMNS_OF_CTA = 16384  # of a row in the registers of one
+# Rows of clusters, by the most columns; of more rows, programs with a list or the portable kernels take less: 64 of
+# 32768 columns 12.8 µs, those 12.6 and 14.3; 96 take 18.8, 12.9 and 15.8 (H200, 2026-11-30).
+MOST_ROWS = {32768: 64, 65536: 32, 131072: 8}
+# Columns of a row in the registers of one CTA: 2048 rows of 8192 take 63.8 µs, by programs with a list 76.6; a row of
+# 4096 5.0, by a cluster 5.9; eight of 8192 6.9 by either. Of 16384 neither few nor many take less (the same run).
+MOST_COLUMNS_OF_CTA = 8192
+MOST_COLUMNS_OF_FEW, FEW_ROWS = 4096, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,13 +36,14 @@ class Cluster(Constants):
 
 @arithmetic
 def registers_of_cta(tiles: int) -> int:
-    """Registers of a row of one CTA, of which four, three or two are on an SM."""
-    return 64 if tiles <= 4 else 80 if tiles <= 8 else 128
+    """Registers of a row of one CTA, of which four or three are on an SM."""
+    return 64 if tiles <= 4 else 80
 
 
 def ctas_of(problem: Problem) -> int:
     """CTAs of a row."""
-    return 1 if problem["N"] <= MOST_COLUMNS_OF_CTA else CLUSTER.value
+    most = MOST_COLUMNS_OF_FEW if problem["T"] <= FEW_ROWS else MOST_COLUMNS_OF_CTA
+    return 1 if problem["N"] <= most else CLUSTER.value
 
 
 def tiles_of(problem: Problem) -> int:
@@ -73,10 +77,10 @@ def plan(problem: Problem, device: Device) -> Plan:
 
 
 def _many(problem: Problem, _: Device) -> str | None:
-    most = MOST_WIDE_ROWS if problem["N"] > WIDE else MOST_ROWS
-    if problem["N"] <= MOST_COLUMNS_OF_CTA or problem["T"] <= most:
+    rows, columns = problem["T"], problem["N"]
+    if columns <= MOST_COLUMNS_OF_CTA or any(columns <= most and rows <= few for most, few in MOST_ROWS.items()):
         return None
-    return f"with {problem['T']} rows of {problem['N']} columns"
+    return f"with {rows} rows of {columns} columns"
 
 
 IMPLEMENTATION = Implementation(
@@ -94,7 +98,9 @@ IMPLEMENTATION = Implementation(
             lambda problem, _: None if tiles_of(problem) <= MOST_TILES else f"with {problem['N']} columns",
         ),
         Condition(
-            f"at most {MOST_ROWS} rows of over {MOST_COLUMNS_OF_CTA} columns, {MOST_WIDE_ROWS} of over {WIDE}", _many
+            f"of more than {MOST_COLUMNS_OF_CTA} columns at most "
+            + ", ".join(f"{rows} rows of {columns}" for columns, rows in MOST_ROWS.items()),
+            _many,
         ),
     ),
     "gluon_sm90_cluster",
