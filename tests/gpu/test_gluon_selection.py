@@ -67,11 +67,14 @@ def whole(logits: torch.Tensor) -> torch.Tensor:
 
 
 def agrees(logits: torch.Tensor, ends: torch.Tensor, starts: torch.Tensor | None = None, k: int = K) -> torch.Tensor:
-    """The portable kernels' indices, by the kernel that calls take of themselves."""
-    plan = torch_api.select_topk.plan(logits, ends, starts, k=k)
+    """The portable kernels' indices, by the kernel that is asked for and by the one that the call takes of itself."""
+    by_list = {"k": k, "implementation": "gluon_sm90"}
+    plan = torch_api.select_topk.plan(logits, ends, starts, **by_list)
     assert [launch.name for launch in plan.launches] == ["topk_rows_sm90_kernel"]
-    got = torch_api.select_topk(logits, ends, starts, k=k)
-    kit.assert_bits_equal("indices", got, torch_api.select_topk(logits, ends, starts, k=k, implementation="triton"))
+    want = torch_api.select_topk(logits, ends, starts, k=k, implementation="triton")
+    got = torch_api.select_topk(logits, ends, starts, **by_list)
+    kit.assert_bits_equal("indices", got, want)
+    kit.assert_bits_equal("indices", torch_api.select_topk(logits, ends, starts, k=k), want)
     return got
 
 
