@@ -60,7 +60,7 @@ def in_cluster(size, warps, ctas):
 
 @gluon.constexpr_function
 def divided(rank, ctas):
-    return [[part] + [0] * (rank - 1) for part in (1, 2, 4) if part < ctas]
+    return [[step] + [0] * (rank - 1) for step in (1, 2, 4) if step < ctas]
 
 
 @gluon.constexpr_function
