@@ -98,10 +98,6 @@ NO_NEWEST = MAXIMA[0], causal(blocks_case("no newest", 4, 0, topk_case("", 9, 32
 PAGED_LOGITS = registry()["indexer_logits_paged"], paged_case((9, 1500), 128), HOPPER
 DERIVATIVE = registry()["sparse_mla_backward"], backward_of(make_case(1, 2, 100, 16, PLAIN)), HOPPER
 ANY_ORDER = DERIVATIVE[0], backward_of(make_case(1, 2, 200, 16, PLAIN, deterministic=False)), HOPPER
-SHARED, SHARED_IN_ANY_ORDER = (
-    (DERIVATIVE[0], backward_of(make_case(5, 16, 40, 3, PLAIN, with_lengths=True, deterministic=deterministic)), HOPPER)
-    for deterministic in (True, False)
-)
 
 
 def over_one_page(case: Case) -> Case:
@@ -301,31 +297,6 @@ def test_launches_of_some_tokens_have_the_results_of_one(deterministic: bool, mo
     assert all(a.tobytes() == b.tobytes() for a, b in zip(*results, strict=True))  # programs run in the same order
 
 
-@pytest.mark.parametrize(("heads", "group"), [(16, 4), (20, 3), (32, 2)])
-def test_the_greatest_summands_of_tokens_that_share_a_tile(heads: int, group: int) -> None:
-    """Each token has one key, the same: its gradient is that of all heads, as large as it may be."""
-    case = make_case(12, heads, 1, 3, PLAIN)
-
-    def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
-        inputs = case.make(rng)
-        ones, slots = np.ones_like(inputs["cache"]), np.zeros_like(inputs["slots"])
-        return inputs | {"q": inputs["q"] * 0, "cache": ones, "slots": slots}
-
-    derivative = backward_of(replace(case, make=make))
-
-    def of_ones(rng: np.random.Generator) -> dict[str, np.ndarray]:
-        inputs = derivative.make(rng)
-        return inputs | {"dout": np.ones_like(inputs["dout"])}
-
-    one_key = replace(derivative, name=f"{case.name}-one-key", make=of_ones)
-    plan, inputs = plan_of(DERIVATIVE[0], one_key, HOPPER), kit.make(one_key)
-    assert plan is not None
-    products = next(launch for launch in plan.launches if "TOKENS" in launch.constants and "HEADS" in launch.constants)
-    assert products.constants["TOKENS"] == group
-    dcache = emulator.run(plan, inputs)[1].reshape(-1, 576)[0, :512]
-    assert np.array_equal(dcache, np.full_like(dcache, 12 * heads))
-
-
 @pytest.mark.parametrize(("device", "asked"), [(HOPPER, "gluon"), (SM100, "gluon_sm100"), (SM120, "gluon")])
 @pytest.mark.parametrize(("layout", "extra"), [(V32, None), (PLAIN, None), (PLAIN_V4, (PLAIN_V4, 600, 64))])
 def test_no_bits_of_batch_invariant_rows_depend_on_given_lengths(
@@ -436,7 +407,6 @@ PLAIN_ROWS, COMMON, NARROW = (f"{SM90}.{name}" for name in ("plain", "common", "
 CLUSTERED = "xmla.core.ops.selection.select_topk.gluon_sm90_cluster.kernel"
 BACKWARD = "xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.kernel"
 ANY_ORDER_KERNEL = "xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.any_order"
-BACKWARD_COMMON = "xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.common"
 SM100_KERNEL = "xmla.core.ops.attention.sparse_mla.gluon_sm100.kernel"
 SM100_PRODUCERS = "xmla.core.ops.attention.sparse_mla.gluon_sm100.producers"
 SM120_KERNEL = "xmla.core.ops.attention.sparse_mla.gluon_sm120.kernel"
@@ -730,12 +700,6 @@ PLANTED = [
     Planted(LOGITS, RAGGED, "place // 16 * 16 + place // 2 % 2 * 8", "place // 16 * 16 + place // 4 % 2 * 8"),
     Planted(PAGED_LOGITS, PAGED, "offset_of(entry, 4, PAGE_SIZE)", "offset_of(entry, 8, PAGE_SIZE)"),
     Planted(DERIVATIVE, BACKWARD, "{x(i + 2 * half)}, u,", "{x(i + half)}, u,"),
-    # Rows of tokens that share tiles.
-    Planted(SHARED, BACKWARD_COMMON, "names >> gl.expand_dims(offs_h // C.HEADS, 1)", "names"),
-    Planted(SHARED, BACKWARD_COMMON, "offset_of(offs_h // C.HEADS, STRIDE_T, C.TOKENS) + ", ""),
-    Planted(SHARED, BACKWARD, "            p, ds = gl.where(named, p, 0.0), gl.where(named, ds, 0.0)\n",
-            "            ds = gl.where(named, ds, 0.0)\n"),
-    Planted(SHARED_IN_ANY_ORDER, ANY_ORDER_KERNEL, "            p = gl.where(named, p, 0.0)\n", "            pass\n"),
 ]  # fmt: skip
 SEEDS = 4
 

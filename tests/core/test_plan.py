@@ -469,36 +469,6 @@ def test_few_heads_have_a_tile_of_their_own_on_hopper(heads: int, padding: int, 
 
 
 @pytest.mark.parametrize(
-    ("tokens", "heads", "keys", "entries", "group"),
-    [
-        (4096, 16, 2048, 4096, 4),
-        (4095, 20, 2048, 4096, 3),
-        (4096, 32, 2048, 4096, 2),
-        (4096, 33, 2048, 4096, 1),
-        (2, 8, 2048, 4096, 2),
-        (8, 16, 65535, 1 << 17, 4),
-        (8, 16, 65536, 1 << 17, 1),  # counts of 16 bits
-        (8, 16, 2048, (1 << 17) + 1, 1),
-    ],
-)
-def test_tokens_with_few_heads_share_tiles_of_the_derivative(
-    tokens: int, heads: int, keys: int, entries: int, group: int
-) -> None:
-    values = Spec((tokens, heads, 512), "bfloat16")
-    specs = {
-        "q": Spec((tokens, heads, 576), "bfloat16"), "cache": Spec((entries, 1, 576), "bfloat16"),
-        "slots": Spec((tokens, keys), "int32"), "forward_out": values,
-        "forward_lse": Spec((tokens, heads), "float32"), "dout": values,
-    }  # fmt: skip
-    plan = Call("sparse_mla_backward", specs, {"softmax_scale": 1.0}).plan(H200)
-    names = [launch.kernel.__name__ for launch in plan.launches]
-    products = plan.launches[names.index("sparse_mla_backward_sm90_kernel")]
-    assert products.constants["TOKENS"] == group
-    assert ("share_slots_kernel" in names) == (group > 1) != ("order_slots_kernel" in names)
-    assert sum(launch.grid[0] for launch in plan.launches if launch.kernel is products.kernel) == -(-tokens // group)
-
-
-@pytest.mark.parametrize(
     ("tokens", "heads", "lengths", "places"),
     [
         (67, 128, True, 128),

@@ -9,8 +9,7 @@ In a call's order (stages.py); those of entries once for each source:
     bound_sums_kernel           a token: of each of its entries the greatest bound of a summand
     ── all tokens have ended: the unit of each entry's sums is known ──
     sparse_mla_dq_kernel        a tile of heads of a token: dq                     (on Hopper one kernel for both, in
-    sparse_mla_dcache_kernel    a tile of a token's entries: their summands         gluon_sm90, over slots in order,
-                                                                                    which few heads' tokens share)
+    sparse_mla_dcache_kernel    a tile of a token's entries: their summands         gluon_sm90, over slots in order)
     ── all summands are added ──
     round_sums_kernel           some entries: the sums, rounded to dcache
     sum_sinks_kernel            a head: dsink
@@ -611,7 +610,6 @@ def round_sums_kernel(
     LAYOUT: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     ADDITIONS: tl.constexpr,  # to an entry's sums per reference
-    MOST_BITS: tl.constexpr,  # of a summand's bound
     PAIRED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -622,7 +620,7 @@ def round_sums_kernel(
     mask = (references > 0)[:, None]
     wrong = (references == NOT_A_NUMBER)[:, None]
     bound = tl.load(bounds_ptr + slot, mask=references > 0, other=0)
-    unit = power_of_two(-exponent_within(bound, MOST_BITS))[:, None]
+    unit = power_of_two(-exponent_within(bound, SUMMAND_BITS))[:, None]
     bits = low_bits(tl.maximum(references, 1) * ADDITIONS)[:, None]
     row = sums_ptr + offset_of(slot[:, None], WORDS * DIMS)
     value = load_sums(row, tl.arange(0, LANES)[None, :], bits, mask, DIMS, PAIRED) * unit

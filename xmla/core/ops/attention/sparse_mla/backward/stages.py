@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Any
 
 from xmla.core.call import Problem
-from xmla.core.lang.sums import SUM_WORDS, SUMMAND_BITS
+from xmla.core.lang.sums import SUM_WORDS
 from xmla.core.ops.attention.sparse_mla.backward.constants import Preparation
 from xmla.core.ops.attention.sparse_mla.backward.kernels import (
     bound_sums_kernel,
@@ -63,14 +63,13 @@ def entries_of(problem: Problem, source: str) -> int:
 
 def around(
     problem: Problem, products: Iterable[Launch], additions: int, paired: bool, touched: int = 0,
-    summand_bits: int = SUMMAND_BITS.value, workspace: Mapping[str, Spec] = MappingProxyType({}),
+    workspace: Mapping[str, Spec] = MappingProxyType({}),
 ) -> Plan:  # fmt: skip
     """The whole plan: entries' sums are started and bounded, `products` add to them, and they are rounded.
 
     `additions`: how often products add to an entry for each slot that names it. `paired`: as in `kernels.load_sums`.
-    `touched`: so many of the first entries' sums get a 0 added, whether a slot names them or not. `summand_bits`: of
-    the bound of a token's summand, fewer where summands of several tokens are added at once. `workspace`: buffers of
-    the products alone.
+    `touched`: so many of the first entries' sums get a 0 added, whether a slot names them or not. `workspace`: buffers
+    of the products alone.
     """
     sources = sources_of(problem)
     of_heads = Spec((problem["T"], problem["H"]), "float32")
@@ -87,7 +86,7 @@ def around(
         _prepare(problem),
         *[_bound(problem, source) for source in sources],
         *products,
-        *[_round(problem, source, additions, summand_bits, paired) for source in sources],
+        *[_round(problem, source, additions, paired) for source in sources],
         *_sum_sinks(problem),
     )
     return Plan(launches, {**workspace, **problem.results}, tuple(problem.results))
@@ -237,12 +236,11 @@ def _bound(problem: Problem, source: str) -> Launch:
     )
 
 
-def _round(problem: Problem, source: str, additions: int, summand_bits: int, paired: bool) -> Launch:
+def _round(problem: Problem, source: str, additions: int, paired: bool) -> Launch:
     arrays = {name: f"{source}{name}" for name in ("references", "sums", "bounds")}
     return _of_entries(
         problem, source, round_sums_kernel, "dcache", {**arrays, "dcache": f"d{source}cache"},
-        PAGE_SIZE=problem.page_size(f"{source}cache"), ADDITIONS=additions, MOST_BITS=summand_bits,
-        PAIRED=paired,
+        PAGE_SIZE=problem.page_size(f"{source}cache"), ADDITIONS=additions, PAIRED=paired,
     )  # fmt: skip
 
 

@@ -1,7 +1,6 @@
 """The derivative of attention over plain rows on Hopper, in Gluon, that adds to entries' gradients in any order.
 
-A CTA has a block of heads of a token, or all heads of a few tokens (share.py), and all keys, a tile at a time, on three
-warpgroups:
+A CTA has a block of heads of a token and all its keys, a tile at a time, on three warpgroups:
 - `score` copies a tile's entries, computes S = q·Kᵀ and dP = dout·Vᵀ, and so P and dS, which it hands over.
 - Two, `differentiate`, have half of the dims each, of the roped ones too: of dq += dS·K, and of entries' gradients
   dSᵀ·q + Pᵀ·dout, a piece of dims at a time.
@@ -40,10 +39,7 @@ from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.common import (
     copy_rows,
     derive,
     load_rows,
-    named_by,
-    names_of,
     rows_of,
-    slot_of,
     start,
     store_dims,
 )
@@ -72,7 +68,7 @@ class Shared(NamedTuple):
     dout: Any  # [piece, TILE_HEADS, SUM_DIMS]
     p: Any  # [TILE_HEADS, TILE_KEYS]
     ds: Any  # [TILE_HEADS, TILE_KEYS]
-    slot: Any  # [tile % TARGETS, TILE_KEYS] i32, −1 past the last; with who names it if TOKENS > 1
+    slot: Any  # [tile % TARGETS, TILE_KEYS] i32, −1 past the last
     even: Any  # the same of the even one of each key's pair of neighbours
     odd: Any  # and of the odd one
     q_full: Any
@@ -95,13 +91,13 @@ def copy_half(slots, shared, HALF: gl.constexpr, task, C: gl.constexpr):
     """Start copies of the entries of half a tile, whose `slots` are in shared memory."""
     FIRST: gl.constexpr = HALF * HALF_KEYS
     slots = slots.slice(FIRST, HALF_KEYS, 0)
-    slot = slot_of(slots.load(gl.SliceLayout(1, rows_of(PIECE_DIMS))), C)
+    slot = slots.load(gl.SliceLayout(1, rows_of(PIECE_DIMS)))
     data, _ = offsets(slot, C.LAYOUT, C.SOURCE.PAGE_STRIDE, C.SOURCE.PAGE_SIZE)
     for piece in gl.static_range(VALUE_PIECES):
         rows = shared.entries.index(piece).slice(FIRST, HALF_KEYS, 0)
         copy_columns(task.cache + data, slot >= 0, rows, piece * PIECE_DIMS)
     if C.LAYOUT.tail:
-        slot = slot_of(slots.load(gl.SliceLayout(1, rows_of(TAIL_DIMS))), C)
+        slot = slots.load(gl.SliceLayout(1, rows_of(TAIL_DIMS)))
         data, _ = offsets(slot, C.LAYOUT, C.SOURCE.PAGE_STRIDE, C.SOURCE.PAGE_SIZE)
         for part in gl.static_range(2):
             rows = shared.entries_tail.index(part).slice(FIRST, HALF_KEYS, 0)
@@ -117,11 +113,11 @@ def load_slots(offs, task):
 def gather(tile, shared, task, C: gl.constexpr):
     """Copy a tile's entries, and say where their gradients are added."""
     offs = tile * TILE_KEYS + gl.arange(0, TILE_KEYS, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    word, even, odd = load_slots(offs, task), load_slots(offs & ~1, task), load_slots(offs | 1, task)
+    slot, even, odd = load_slots(offs, task), load_slots(offs & ~1, task), load_slots(offs | 1, task)
     target = tile % TARGETS  # nobody asks for the tile before the last since p_empty
-    shared.slot.index(target).store(word)
-    shared.even.index(target).store(slot_of(even, C))
-    shared.odd.index(target).store(slot_of(odd, C))
+    shared.slot.index(target).store(slot)
+    shared.even.index(target).store(even)
+    shared.odd.index(target).store(odd)
     mbarrier.wait(shared.empty, (tile & 1) ^ 1)
     copy_half(shared.slot.index(target), shared, 0, task, C)
     copy_half(shared.slot.index(target), shared, 1, task, C)
@@ -158,14 +154,11 @@ def score(tiles, shared, task, C: gl.constexpr):
                 keys = shared.entries_tail.index(part).permute((1, 0))
                 s = warpgroup_mma(shared.q.index(SUM_PIECES + part), keys, s, is_async=True)
         scores, dp = warpgroup_mma_wait(0, deps=[s, dp])
-        names = names_of(shared.slot.index(tile % TARGETS).load(KEYS), C)
+        key_ok = shared.slot.index(tile % TARGETS).load(KEYS) >= 0
         p, ds, greatest = derive(scores, dp, total, delta, lse, dlse, C)
         ds = ds * C.SCALE  # what is not finite makes an entry's whole gradient NaN
         ds = gl.where((greatest <= MOST_PROBABLE) & (gl.abs(ds) < float("inf")), ds, float("nan"))
-        named = named_by(names, offs_h, C)
-        ds = gl.where(named, ds, 0.0)
-        if C.TOKENS > 1:
-            p = gl.where(named, p, 0.0)
+        ds = gl.where(gl.expand_dims(key_ok, 0), ds, 0.0)
         mbarrier.wait(shared.p_empty, (tile & 1) ^ 1)
         shared.p.store(p.to(DTYPE))
         shared.ds.store(ds.to(DTYPE))
@@ -260,9 +253,9 @@ def differentiate(tiles, shared, PART: gl.constexpr, task, C: gl.constexpr):
     NEXT: gl.constexpr = FIRST if C.LAYOUT.tail else FIRST + 1  # the first piece that is multiplied after dq
     DQ: gl.constexpr = PART * (DQ_PIECES // 2)
     if PART == 0:
-        copy_rows(task, task.q_row, shared.q, C.LAYOUT.dims // SUM_DIMS, C.Q_STRIDE_T, C.Q_STRIDE_H, C)
+        copy_rows(task.q_row, task.first_head, shared.q, C.LAYOUT.dims // SUM_DIMS, C.Q_STRIDE_H, C)
     else:
-        copy_rows(task, task.dout_row, shared.dout, SUM_PIECES, C.DOUT_STRIDE_T, C.DOUT_STRIDE_H, C)
+        copy_rows(task.dout_row, task.first_head, shared.dout, SUM_PIECES, C.DOUT_STRIDE_H, C)
     mbarrier.arrive(shared.q_full, count=1)
     mbarrier.wait(shared.q_full, 0)
     empty = gl.zeros([TILE_KEYS, SUM_DIMS], gl.float32, against(SUM_DIMS))
@@ -314,7 +307,7 @@ def differentiate(tiles, shared, PART: gl.constexpr, task, C: gl.constexpr):
 def sparse_mla_backward_any_order_sm90_kernel(
     q_ptr,  # [T, H, L+E]
     cache_ptr,  # [P, R, ROW]
-    slots_ptr,  # [T, K] i32, as `order_slots_kernel` says; of groups as `share_slots_kernel` does
+    slots_ptr,  # [T, K] i32, as `order_slots_kernel` says
     dout_ptr,  # [T, H, LANES]
     ends_ptr,  # [T] i32
     lse_ptr,  # [T, H] f32 if OWN_LSE
@@ -322,16 +315,15 @@ def sparse_mla_backward_any_order_sm90_kernel(
     total_ptr,  # [T, H] f32
     delta_ptr,  # [T, H] f32
     num_slots,
-    num_keys,  # K, of a group
-    num_tokens,  # T
-    first_group,
+    num_keys,  # K
+    first_token,
     sums_ptr,  # [P, R, ROW] f32
     dq_ptr,  # [T, H, L+E]
     C: gl.constexpr,  # HopperProducts
 ):
     task, tiles = start(
         q_ptr, cache_ptr, slots_ptr, dout_ptr, ends_ptr, lse_ptr, dlse_ptr, total_ptr, delta_ptr, num_slots,
-        num_keys, num_tokens, first_group, sums_ptr, dq_ptr, None, None, TILE_KEYS, C,
+        num_keys, first_token, sums_ptr, dq_ptr, None, None, TILE_KEYS, C,
     )  # fmt: skip
     LAYOUT: gl.constexpr = C.LAYOUT
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty

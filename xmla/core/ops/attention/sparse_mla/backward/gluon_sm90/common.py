@@ -7,11 +7,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from xmla.core.lang.gluon import async_copy, gl, gluon
 from xmla.core.lang.numbers import LOG2E
 from xmla.core.lang.offsets import gluon_offset_of as offset_of
-from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.share import SLOT_BITS as _SLOT_BITS
 from xmla.core.ops.attention.sparse_mla.gluon_sm90.common import TILE_HEADS, VALUE_DIMS
 from xmla.core.ops.attention.sparse_mla.gluon_sm90.plain import copy_columns, exp2
 
-SLOT_BITS = gl.constexpr(_SLOT_BITS.value)
 PIECE_DIMS = gl.constexpr(64)
 VALUE_PIECES = gl.constexpr(VALUE_DIMS.value // PIECE_DIMS.value)
 # Registers per thread; together with the first warpgroup, `differentiate` too, they have 512.
@@ -25,30 +23,29 @@ DQ_LAYOUT = gl.constexpr(
 
 
 class Task(NamedTuple):
-    """What a CTA computes: a block of heads of a token, or all of the tokens of a group; both are its rows."""
+    """What a CTA computes: a block of heads of a token."""
 
     cache: Any  # [P, R, ROW]
-    slots: Any  # [K] i32, with who names the entry if TOKENS > 1
+    slots: Any  # [K] i32
     num_slots: Any
     end: Any  # of the slots, all valid
-    rows: Any  # there are so many
-    q_row: Any  # [TOKENS, HEADS, L+E]
-    dout_row: Any  # [TOKENS, HEADS, VALUE_DIMS]
-    total: Any  # [TOKENS, HEADS] f32
-    delta: Any  # [TOKENS, HEADS] f32
-    lse: Any  # [TOKENS, HEADS] f32 if OWN_LSE
-    dlse: Any  # [TOKENS, HEADS] f32 if OWN_LSE
+    q_row: Any  # [HEADS, L+E]
+    dout_row: Any  # [HEADS, VALUE_DIMS]
+    total: Any  # [HEADS] f32
+    delta: Any  # [HEADS] f32
+    lse: Any  # [HEADS] f32 if OWN_LSE
+    dlse: Any  # [HEADS] f32 if OWN_LSE
     bounds: Any  # [P, R] i32, or None
     references: Any  # [P, R] i32, or None
     sums: Any  # [P, R, WORDS·ROW] i32; [P, R, ROW] f32 in any order
-    dq_row: Any  # [TOKENS, HEADS, L+E]
+    dq_row: Any  # [HEADS, L+E]
     first_head: Any
 
 
 @gluon.jit
 def start(
     q_ptr, cache_ptr, slots_ptr, dout_ptr, ends_ptr, lse_ptr, dlse_ptr, total_ptr, delta_ptr, num_slots, num_keys,
-    num_tokens, first_group, sums_ptr, dq_ptr, bounds_ptr, references_ptr, TILE_KEYS: gl.constexpr, C: gl.constexpr,
+    first_token, sums_ptr, dq_ptr, bounds_ptr, references_ptr, TILE_KEYS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """The task of this CTA; in any order there are no bounds and references."""
     LAYOUT: gl.constexpr = C.LAYOUT
@@ -56,20 +53,15 @@ def start(
     gl.static_assert(LAYOUT.dims - LAYOUT.tail == VALUE_DIMS, "two warpgroups have halves of 512 value dims")
     gl.static_assert(LAYOUT.tail == 0 or LAYOUT.tail == PIECE_DIMS, "roped dims are a piece")
     gl.static_assert(LAYOUT.row == LAYOUT.dims and LAYOUT.rope_offset == LAYOUT.latent, "a row is its dims in order")
-    group = (first_group + gl.program_id(0) // C.HEAD_BLOCKS).to(gl.int64)
-    token = group * C.TOKENS
-    rows = C.HEADS
-    if C.TOKENS > 1:
-        rows *= gl.minimum(num_tokens - token, C.TOKENS).to(gl.int32)
+    token = (first_token + gl.program_id(0) // C.HEAD_BLOCKS).to(gl.int64)
     place = offset_of(token, C.HEADS)
-    end = gl.load(ends_ptr + group)
+    end = gl.load(ends_ptr + token)
     tiles = gl.cdiv(end, TILE_KEYS)
     task = Task(
         cache_ptr,
-        slots_ptr + offset_of(group, num_keys),
+        slots_ptr + offset_of(token, num_keys),
         num_slots,
         end,
-        rows,
         q_ptr + offset_of(token, C.Q_STRIDE_T),
         dout_ptr + offset_of(token, C.DOUT_STRIDE_T),
         total_ptr + place,
@@ -85,31 +77,6 @@ def start(
     return task, tiles
 
 
-@gluon.jit
-def slot_of(word, C: gl.constexpr):
-    """The slot of an entry; −1 for none."""
-    if C.TOKENS > 1:
-        return gl.where(word >= 0, word & ((1 << SLOT_BITS) - 1), -1)
-    return word
-
-
-@gluon.jit
-def names_of(word, C: gl.constexpr):
-    """A bit for each token of the tile's rows that names an entry; 0 for none."""
-    if C.TOKENS > 1:
-        return gl.where(word >= 0, word >> SLOT_BITS, 0)
-    return (word >= 0).to(gl.int32)
-
-
-@gluon.jit
-def named_by(names, offs_h, C: gl.constexpr):
-    """Which rows' tokens name which entries, by bits of `names` from the lowest on: against rows or for all alike."""
-    names = gl.expand_dims(names, 0)
-    if C.TOKENS > 1:
-        names = names >> gl.expand_dims(offs_h // C.HEADS, 1)
-    return (names & 1) != 0
-
-
 @gluon.constexpr_function
 def columns_of(dims):
     """Shared memory of 16-bit matrices with rows of so many dims."""
@@ -123,21 +90,13 @@ def rows_of(dims):
 
 
 @gluon.jit
-def offsets_of(offs_h, STRIDE_T: gl.constexpr, STRIDE_H: gl.constexpr, C: gl.constexpr):
-    """Where the rows `offs_h` of an array [TOKENS, HEADS, …] are."""
-    if C.TOKENS > 1:
-        return offset_of(offs_h // C.HEADS, STRIDE_T, C.TOKENS) + offset_of(offs_h % C.HEADS, STRIDE_H, C.HEADS)
-    return offset_of(offs_h, STRIDE_H, C.HEADS)
-
-
-@gluon.jit
-def copy_rows(task, rows, smem, PIECES: gl.constexpr, STRIDE_T: gl.constexpr, STRIDE_H: gl.constexpr, C: gl.constexpr):
-    """Copy the task's rows of an array to shared memory."""
+def copy_rows(rows, first_head, smem, PIECES: gl.constexpr, STRIDE: gl.constexpr, C: gl.constexpr):
+    """Copy rows of the heads to shared memory."""
     DIMS: gl.constexpr = smem.shape[2]
     ROWS: gl.constexpr = gl.SliceLayout(1, rows_of(DIMS))
-    offs_h = task.first_head + gl.arange(0, TILE_HEADS, layout=ROWS)
-    ok = offs_h < task.rows
-    rows += offsets_of(offs_h, STRIDE_T, STRIDE_H, C)
+    offs_h = first_head + gl.arange(0, TILE_HEADS, layout=ROWS)
+    ok = offs_h < C.HEADS
+    rows += offset_of(offs_h, STRIDE, C.HEADS)
     for piece in gl.static_range(PIECES):
         copy_columns(rows, ok, smem.index(piece), piece * DIMS)
     async_copy.commit_group()
@@ -146,17 +105,21 @@ def copy_rows(task, rows, smem, PIECES: gl.constexpr, STRIDE_T: gl.constexpr, ST
 
 
 @gluon.jit
+def load_heads(ptr, offs_h, C: gl.constexpr, other):
+    """Values of heads, `other` for one that is none."""
+    return gl.load(ptr + offs_h, mask=offs_h < C.HEADS, other=other)
+
+
+@gluon.jit
 def load_rows(task, offs_h, C: gl.constexpr):
-    """Total and delta of rows, to be used against keys, and if OWN_LSE lse in log2 and its gradient."""
-    ok = offs_h < task.rows
-    # A row that is none has no probabilities.
-    total = gl.expand_dims(gl.load(task.total + offs_h, mask=ok, other=float("inf")), 1)
-    delta = gl.expand_dims(gl.load(task.delta + offs_h, mask=ok, other=0.0), 1)
+    """Total and delta of heads, to be used against keys, and if OWN_LSE lse in log2 and its gradient."""
+    # A head that is none has no probabilities.
+    total = gl.expand_dims(load_heads(task.total, offs_h, C, float("inf")), 1)
+    delta = gl.expand_dims(load_heads(task.delta, offs_h, C, 0.0), 1)
     lse, dlse = total, delta
     if C.OWN_LSE:
-        lse = gl.load(task.lse + offsets_of(offs_h, C.LSE_STRIDE, 1, C), mask=ok, other=float("inf"))
-        dlse = gl.load(task.dlse + offsets_of(offs_h, C.DLSE_STRIDE, 1, C), mask=ok, other=0.0)
-        lse, dlse = gl.expand_dims(lse * C.LSE_UNIT, 1), gl.expand_dims(dlse * (LOG2E / C.LSE_UNIT), 1)
+        lse = gl.expand_dims(load_heads(task.lse, offs_h, C, float("inf")) * C.LSE_UNIT, 1)
+        dlse = gl.expand_dims(load_heads(task.dlse, offs_h, C, 0.0) * (LOG2E / C.LSE_UNIT), 1)
     return total, delta, lse, dlse
 
 
@@ -183,6 +146,5 @@ def store_dims(dq, smem, first, task, C: gl.constexpr):
     rows = smem.load(ROWS)
     offs_h = task.first_head + gl.arange(0, TILE_HEADS, layout=gl.SliceLayout(1, ROWS))
     offs_d = first + gl.arange(0, smem.shape[1], layout=gl.SliceLayout(0, ROWS))
-    place = offset_of(offs_h, C.LAYOUT.dims, C.TOKENS * C.HEADS)
-    ptrs = task.dq_row + gl.expand_dims(place, 1) + gl.expand_dims(offs_d, 0)
-    gl.store(ptrs, rows, mask=gl.expand_dims(offs_h < task.rows, 1))
+    ptrs = task.dq_row + gl.expand_dims(offset_of(offs_h, C.LAYOUT.dims, C.HEADS), 1) + gl.expand_dims(offs_d, 0)
+    gl.store(ptrs, rows, mask=gl.expand_dims(offs_h < C.HEADS, 1))

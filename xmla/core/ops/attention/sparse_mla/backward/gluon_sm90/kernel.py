@@ -1,7 +1,6 @@
 """The derivative of attention over plain rows on Hopper, in Gluon.
 
-A CTA has a block of heads of a token, or all heads of a few tokens (share.py), and all keys, a tile at a time, on four
-warpgroups:
+A CTA has a block of heads of a token and all its keys, a tile at a time, on four warpgroups:
 - `gather` copies a tile's entries into one of two stages, and finds where and in what unit gradients are added.
 - `score` computes S = q·Kᵀ and dP = dout·Vᵀ of a tile, and so P and dS, which it hands over in one of two stages. It
   has the roped dims, too: of dq += dS·K, and of entries' gradients qᵀ·dS, which it adds to their sums.
@@ -36,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from xmla.core.lang.gluon import async_copy, gl, gluon
 from xmla.core.lang.numbers import gluon_power_of_two as power_of_two
+from xmla.core.lang.sums import SUMMAND_BITS
 from xmla.core.lang.sums import gluon_exponent_within as exponent_within
 from xmla.core.lang.sums import gluon_low_bits as low_bits
 from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.common import (
@@ -49,14 +49,10 @@ from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.common import (
     copy_rows,
     derive,
     load_rows,
-    named_by,
-    names_of,
     rows_of,
-    slot_of,
     start,
     store_dims,
 )
-from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.share import MOST_TOKENS
 from xmla.core.ops.attention.sparse_mla.backward.kernels import MOST_PROBABLE, NOT_A_NUMBER, WORDS
 from xmla.core.ops.attention.sparse_mla.gluon_sm90.common import TILE_HEADS, offsets
 from xmla.core.ops.attention.sparse_mla.gluon_sm90.plain import copy_columns
@@ -71,8 +67,7 @@ S_LAYOUT = gl.constexpr(
 )
 PIECE_LAYOUT = S_LAYOUT  # of an entry's dims against keys
 LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # a tile's keys, in each warp
-VALID = gl.constexpr(1 << 9)  # in the unit of an entry, and those above, of each token: it names the entry
-NAMED = gl.constexpr(VALID.value * (2**MOST_TOKENS - 1))
+VALID = gl.constexpr(1 << 9)  # in the unit of an entry: its slot is valid
 ADDED = gl.constexpr(8)  # elements of a thread that are added by one piece of PTX
 OPERANDS = gl.constexpr(",".join(["=&r"] * (ADDED.value // 4) + [kind for kind in "lrfrr" for _ in range(ADDED.value)]))
 
@@ -85,7 +80,7 @@ class Shared(NamedTuple):
     dout: Any  # [piece, TILE_HEADS, PIECE_DIMS]
     p: Any  # [stage, TILE_HEADS, TILE_KEYS]
     ds: Any  # [stage, TILE_HEADS, TILE_KEYS]
-    unit: Any  # [tile % TARGETS, TILE_KEYS] i32: what summands are multiplied by, as float32 | NAMED | `low_bits`
+    unit: Any  # [tile % TARGETS, TILE_KEYS] i32: what summands are multiplied by, as float32 | VALID | `low_bits`
     place: Any  # [tile % TARGETS, TILE_KEYS] i32: the entry to which they are added
     q_full: Any
     full: Any
@@ -113,14 +108,13 @@ def gather(tiles, shared, task, C: gl.constexpr):
     """Copy each tile's entries, and say where and in what unit their gradients are added."""
     PIECES: gl.constexpr = C.PIECES
     ROWS: gl.constexpr = gl.SliceLayout(1, rows_of(PIECE_DIMS))
-    word = load_slots(task, 0, ROWS)
-    next_word = load_slots(task, 1, ROWS)
-    bound, references = load_summands(task, slot_of(word, C))
+    slot = load_slots(task, 0, ROWS)
+    next_slot = load_slots(task, 1, ROWS)
+    bound, references = load_summands(task, slot)
     for tile in range(0, tiles):
         stage = tile % STAGES
-        later_word = load_slots(task, tile + 2, ROWS)
-        next_bound, next_references = load_summands(task, slot_of(next_word, C))
-        slot, names = slot_of(word, C), names_of(word, C)
+        later_slot = load_slots(task, tile + 2, ROWS)
+        next_bound, next_references = load_summands(task, next_slot)
         ok = slot >= 0
         data, _ = offsets(slot, C.LAYOUT, C.SOURCE.PAGE_STRIDE, C.SOURCE.PAGE_SIZE)
         mbarrier.wait(shared.empty.index(stage), (tile // STAGES & 1) ^ 1)
@@ -128,14 +122,13 @@ def gather(tiles, shared, task, C: gl.constexpr):
             copy_columns(task.cache + data, ok, shared.entries.index(stage * PIECES + piece), piece * PIECE_DIMS)
         async_copy.mbarrier_arrive(shared.full.index(stage), increment_count=False)
         # Another CTA may have stored NOT_A_NUMBER as references; then what is added does not matter.
-        unit = power_of_two(exponent_within(bound, C.SUMMAND_BITS)).to(gl.int32, bitcast=True)
-        unit = gl.where(ok, unit | names * VALID, 0)
-        shared.unit.index(tile % TARGETS).store(unit | low_bits(references * C.HEAD_BLOCKS))
+        unit = power_of_two(exponent_within(bound, SUMMAND_BITS)).to(gl.int32, bitcast=True)
+        shared.unit.index(tile % TARGETS).store(gl.where(ok, unit | VALID, 0) | low_bits(references * C.HEAD_BLOCKS))
         # 0 is added past the last slot, to rows of entries that differ, for the sake of speed.
         key = tile * TILE_KEYS + gl.arange(0, TILE_KEYS, layout=ROWS)
         shared.place.index(tile % TARGETS).store(gl.where(ok, slot, key % task.num_slots))
         mbarrier.arrive(shared.full.index(stage), count=1)
-        word, next_word, bound, references = next_word, later_word, next_bound, next_references
+        slot, next_slot, bound, references = next_slot, later_slot, next_bound, next_references
     async_copy.wait_group(0)
 
 
@@ -223,7 +216,7 @@ def mark(wrong, tile, shared, task):
     """Mark entries of a tile, one of each bit that is set, whose gradients are NaN."""
     key = gl.arange(0, TILE_KEYS, layout=LINE)
     unit, place = shared.unit.index(tile % TARGETS).load(LINE), shared.place.index(tile % TARGETS).load(LINE)
-    ok = (unit & NAMED) != 0
+    ok = (unit & VALID) != 0
     of_key = ((wrong >> key) & 1) != 0
     gl.store(task.references + place, gl.full([TILE_KEYS], NOT_A_NUMBER, gl.int32, LINE), mask=ok & of_key)
     shared.unit.index(tile % TARGETS).store(gl.where(of_key, unit & (VALID - 1), unit))  # times 0, 0 is added
@@ -253,20 +246,16 @@ def score(tiles, shared, task, C: gl.constexpr):
             s = warpgroup_mma(shared.q.index(piece), keys, s, use_acc=piece > 0, is_async=True)
             if piece < VALUE_PIECES:
                 dp = warpgroup_mma(shared.dout.index(piece), keys, dp, use_acc=piece > 0, is_async=True)
-        names = (shared.unit.index(tile % TARGETS).load(KEYS) & NAMED) // VALID
+        key_ok = (shared.unit.index(tile % TARGETS).load(KEYS) & VALID) != 0
         scores, dp = warpgroup_mma_wait(0, deps=[s, dp])
         p, ds, greatest = derive(scores, dp, total, delta, lse, dlse, C)
         ds = gl.where(greatest <= MOST_PROBABLE, ds * C.SCALE, float("nan"))
-        named = named_by(names, offs_h, C)
-        if C.TOKENS > 1:  # what a token does not name may have any probability
-            p, ds = gl.where(named, p, 0.0), gl.where(named, ds, 0.0)
         bit = gl.expand_dims(1 << gl.arange(0, TILE_KEYS, layout=KEYS), 0)
         wrong = gl.where(gl.abs(ds) < float("inf"), 0, bit)
         wrong = gl.reduce(gl.reduce(wrong, 1, either), 0, either)
         if wrong != 0:
             mark(wrong, tile, shared, task)
-        if C.TOKENS == 1:
-            ds = gl.where(named, ds, 0.0)
+        ds = gl.where(gl.expand_dims(key_ok, 0), ds, 0.0)
         mbarrier.wait(shared.p_empty.index(stage), phase ^ 1)
         shared.p.index(stage).store(p.to(DTYPE))
         shared.ds.index(stage).store(ds.to(DTYPE))
@@ -312,9 +301,9 @@ def differentiate(tiles, shared, PART: gl.constexpr, task, C: gl.constexpr):
     FIRST: gl.constexpr = PART * HALF_PIECES
     LAST: gl.constexpr = FIRST + HALF_PIECES
     if PART == 0:
-        copy_rows(task, task.q_row, shared.q, PIECES, C.Q_STRIDE_T, C.Q_STRIDE_H, C)
+        copy_rows(task.q_row, task.first_head, shared.q, PIECES, C.Q_STRIDE_H, C)
     else:
-        copy_rows(task, task.dout_row, shared.dout, VALUE_PIECES, C.DOUT_STRIDE_T, C.DOUT_STRIDE_H, C)
+        copy_rows(task.dout_row, task.first_head, shared.dout, VALUE_PIECES, C.DOUT_STRIDE_H, C)
     mbarrier.arrive(shared.q_full, count=1)
     mbarrier.wait(shared.q_full, 0)
     empty = gl.zeros([PIECE_DIMS, TILE_KEYS], gl.float32, PIECE_LAYOUT)
@@ -358,7 +347,7 @@ def differentiate(tiles, shared, PART: gl.constexpr, task, C: gl.constexpr):
 def sparse_mla_backward_sm90_kernel(
     q_ptr,  # [T, H, L+E]
     cache_ptr,  # [P, R, ROW]
-    slots_ptr,  # [T, K] i32, as `order_slots_kernel` says; of groups as `share_slots_kernel` does
+    slots_ptr,  # [T, K] i32, as `order_slots_kernel` says
     dout_ptr,  # [T, H, LANES]
     ends_ptr,  # [T] i32
     lse_ptr,  # [T, H] f32 if OWN_LSE
@@ -367,9 +356,8 @@ def sparse_mla_backward_sm90_kernel(
     total_ptr,  # [T, H] f32
     delta_ptr,  # [T, H] f32
     num_slots,
-    num_keys,  # K, of a group
-    num_tokens,  # T
-    first_group,
+    num_keys,  # K
+    first_token,
     references_ptr,  # [P, R] i32
     sums_ptr,  # [P, R, WORDS·ROW] i32
     dq_ptr,  # [T, H, L+E]
@@ -377,7 +365,7 @@ def sparse_mla_backward_sm90_kernel(
 ):
     task, tiles = start(
         q_ptr, cache_ptr, slots_ptr, dout_ptr, ends_ptr, lse_ptr, dlse_ptr, total_ptr, delta_ptr, num_slots,
-        num_keys, num_tokens, first_group, sums_ptr, dq_ptr, bounds_ptr, references_ptr, TILE_KEYS, C,
+        num_keys, first_token, sums_ptr, dq_ptr, bounds_ptr, references_ptr, TILE_KEYS, C,
     )  # fmt: skip
     LAYOUT: gl.constexpr = C.LAYOUT
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty

@@ -2,7 +2,6 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from xmla.core.call import Problem
-from xmla.core.lang.sums import SUMMAND_BITS
 from xmla.core.ops.attention.sparse_mla.backward.constants import Products
 from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.any_order import (
     TAIL_DIMS,
@@ -11,20 +10,16 @@ from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.any_order import (
 from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.common import PIECE_DIMS
 from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.kernel import TILE_KEYS, sparse_mla_backward_sm90_kernel
 from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.order import MOST_KEYS, order_slots_kernel
-from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.share import COUNT, MOST_TOKENS, share_slots_kernel
 from xmla.core.ops.attention.sparse_mla.backward.packed import over_rows, unpacking
-from xmla.core.ops.attention.sparse_mla.backward.stages import around, entries_of, in_any_order, product_constants
+from xmla.core.ops.attention.sparse_mla.backward.stages import around, in_any_order, product_constants
 from xmla.core.ops.attention.sparse_mla.gluon_sm90.common import TILE_HEADS, VALUE_DIMS
-from xmla.core.plan import ON_HOPPER, Condition, Implementation, Launch, Plan, Rows, clear, divided
+from xmla.core.plan import ON_HOPPER, Condition, Implementation, Launch, Plan, Rows, divided
 from xmla.core.values import Device, Spec, cdiv, next_power_of_2
 
 MMA_K = 16  # of a wgmma's 16-bit operands
 ORDERED_ROWS = 8  # of slots at a time
 BYTES_OF_AN_ELEMENT = 2 + 4  # of an entry, and of its sum or that of low parts
 CACHED_BYTES = 32 << 20  # of entries and sums; more exceed the L2 cache, of which an H100 has 50 MB
-SHARERS = 2  # programs on an SM that count slots of groups
-MOST_COUNTED = 1 << 17  # entries: a program reads all between a group's least and greatest
-COUNTED_BYTES = 64 << 20  # of all programs' counts
 WAVES = 4  # of CTAs in a launch: 8 take up to 17 % longer on an H100, all up to 83 %
 
 
@@ -32,16 +27,9 @@ WAVES = 4  # of CTAs in a launch: 8 take up to 17 % longer on an H100, all up to
 class HopperProducts(Products):
     """Constants of either kernel for Hopper."""
 
-    TOKENS: int  # that share tiles, of which their heads are the rows
-
-    @property
-    def SUMMAND_BITS(self) -> int:
-        """Bits of the bound of a token's summand, of which a group adds several at once."""
-        return SUMMAND_BITS.value - (self.TOKENS - 1).bit_length()
-
     @property
     def HEAD_BLOCKS(self) -> int:
-        return cdiv(self.HEADS * self.TOKENS, TILE_HEADS.value)
+        return cdiv(self.HEADS, TILE_HEADS.value)
 
     @property
     def PIECES(self) -> int:
@@ -61,11 +49,11 @@ class HopperProducts(Products):
     @property
     def SUMMED_HEADS(self) -> int:
         """Heads over which entries' gradients are summed, a power of two: rows past the last head are zeros."""
-        return min(max(next_power_of_2(self.HEADS * self.TOKENS), MMA_K), TILE_HEADS.value)
+        return min(max(next_power_of_2(self.HEADS), MMA_K), TILE_HEADS.value)
 
 
-def groups_of_a_launch(problem: Problem, device: Device, head_blocks: int) -> int:
-    """Groups for WAVES CTAs on each SM where entries and their sums exceed the L2 cache, else all.
+def tokens_of_a_launch(problem: Problem, device: Device, head_blocks: int) -> int:
+    """Tokens for WAVES CTAs on each SM where entries and their sums exceed the L2 cache, else all tokens.
 
     CTAs take keys in one order, but after some waves those that run beside each other are anywhere in it.
     """
@@ -75,20 +63,13 @@ def groups_of_a_launch(problem: Problem, device: Device, head_blocks: int) -> in
     return max(WAVES * device.num_sms // head_blocks, 1)
 
 
-def tokens_of_a_group(problem: Problem) -> int:
-    """Tokens whose heads are the rows of one tile, so that an entry that several of them name is added to once.
-
-    1 where a tile has no place for two, or slots are too many, or reach too far, to be counted.
-    """
-    tokens = min(TILE_HEADS.value // max(problem["H"], 1), MOST_TOKENS, max(problem["T"], 1))
-    return 1 if problem["K"] > COUNT.value or entries_of(problem, "") > MOST_COUNTED else max(tokens, 1)
-
-
-def order(problem: Problem) -> tuple[Launch, ...]:
-    """A token's valid slots in order."""
-    launch = Launch(
+def plan(problem: Problem, device: Device) -> Plan:
+    """Slots in order, then one kernel for all products."""
+    deterministic, tokens = problem.attrs.deterministic, problem["T"]
+    constants = HopperProducts(**product_constants(problem))
+    order = Launch(
         order_slots_kernel,
-        grid=(problem["T"],),
+        grid=(tokens,),
         outputs=("ordered", "ends"),
         arrays=problem.stand_ins(lengths="slots"),
         sizes={
@@ -98,65 +79,28 @@ def order(problem: Problem) -> tuple[Launch, ...]:
         },
         constexprs={"HAS_LENGTHS": problem.has("lengths"), "ROWS": ORDERED_ROWS},
     )
-    return (launch,)
-
-
-def share(problem: Problem, device: Device, group: int) -> tuple[tuple[Launch, ...], dict[str, Spec]]:
-    """The valid slots of a group's tokens in order, each once, and the memory for counting them."""
-    entries = entries_of(problem, "")
-    programs = max(min(cdiv(problem["T"], group), SHARERS * device.num_sms, COUNTED_BYTES // (8 * entries)), 1)
-    launch = Launch(
-        share_slots_kernel,
-        grid=(programs,),
-        outputs=("counts", "ordered", "ends"),
-        arrays=problem.stand_ins(lengths="slots"),
-        sizes={
-            "num_slots": entries,
-            "num_keys": problem["K"],
-            "slot_stride": problem.specs["slots"].stride(0),
-            "num_tokens": problem["T"],
-        },
-        constexprs={"TOKENS": group, "HAS_LENGTHS": problem.has("lengths"), "BLOCK": 2048},
-        num_warps=8,
-    )
-    counts = Spec((programs, entries, 2), "int32")
-    return (clear("counts", prod(counts.shape)), launch), {"counts": counts}
-
-
-def plan(problem: Problem, device: Device) -> Plan:
-    """Slots in order, then one kernel for all products."""
-    deterministic, group = problem.attrs.deterministic, tokens_of_a_group(problem)
-    groups, keys = cdiv(problem["T"], group), problem["K"] * group
-    constants = HopperProducts(**product_constants(problem), TOKENS=group)
-    ordering, workspace = share(problem, device, group) if group > 1 else (order(problem), {})
-    most = groups_of_a_launch(problem, device, constants.HEAD_BLOCKS)
+    most = tokens_of_a_launch(problem, device, constants.HEAD_BLOCKS)
     products = Launch(
         sparse_mla_backward_sm90_kernel if deterministic else sparse_mla_backward_any_order_sm90_kernel,
-        grid=(min(most, groups) * constants.HEAD_BLOCKS,),
+        grid=(min(most, tokens) * constants.HEAD_BLOCKS,),
         outputs=("references", "sums", "dq") if deterministic else ("sums", "dq"),
         arrays={"lse": "forward_lse", "slots": "ordered"} | problem.stand_ins(dlse="forward_lse"),
-        sizes={
-            "num_slots": problem["P"] * problem["R"],
-            "num_keys": keys,
-            "num_tokens": problem["T"],
-            "first_group": 0,
-        },
+        sizes={"num_slots": problem["P"] * problem["R"], "num_keys": problem["K"], "first_token": 0},
         constexprs={"C": constants},
         num_stages=1,
     )
     launches = [
-        replace(products, grid=(rows.count * constants.HEAD_BLOCKS,)).with_sizes(first_group=rows.first)
-        for rows in divided(groups, most) or [Rows(0, 0)]
+        replace(products, grid=(rows.count * constants.HEAD_BLOCKS,)).with_sizes(first_token=rows.first)
+        for rows in divided(tokens, most) or [Rows(0, 0)]
     ]
-    workspace |= {"ordered": Spec((groups, keys), "int32"), "ends": Spec((groups,), "int32")}
+    ordered = {"ordered": Spec(problem.specs["slots"].shape, "int32"), "ends": Spec((tokens,), "int32")}
     if not deterministic:
-        return in_any_order(problem, (*ordering, *launches), fours=True, workspace=workspace)
+        return in_any_order(problem, (order, *launches), fours=True, workspace=ordered)
     tile_keys = TILE_KEYS.value
-    touched = cdiv(keys, tile_keys) * tile_keys  # past the last slot 0 is added to the entry of that place
+    touched = cdiv(problem["K"], tile_keys) * tile_keys  # past a token's slots 0 is added to the entry of that place
     return around(
-        problem, (*ordering, *launches), additions=constants.HEAD_BLOCKS, paired=True, touched=touched,
-        summand_bits=constants.SUMMAND_BITS, workspace=workspace,
-    )  # fmt: skip
+        problem, (order, *launches), additions=constants.HEAD_BLOCKS, paired=True, touched=touched, workspace=ordered
+    )
 
 
 def _between_rows(problem: Problem, device: Device) -> str | None:
