@@ -23,7 +23,7 @@ from xmla.torch_api._arrays import spec_of
 
 CPU = torch.device("cpu")
 MOST_FAMILIES = {
-    "write_mla_cache": 2, "map_slots": 13, "indexer_topk_paged": 13, "sparse_mla_paged": 40, "dsa_attention": 41,
+    "write_mla_cache": 2, "map_slots": 13, "indexer_topk_paged": 13, "sparse_mla_paged": 40, "dsa_attention": 46,
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from conftest import EVERYTHING
 from tools import soak
 from xmla import ModelConfigV4
 from xmla.core.compile import Specialization
-from xmla.core.models import base
+from xmla.core.models import calls
 from xmla.core.models.base import Model
 from xmla.core.models.calls import Call, specializations
 from xmla.core.models.checkpoint import model_config
@@ -89,6 +89,6 @@ def test_calls_of_another_kind_are_planned() -> None:
 
 def test_a_list_plans_calls_of_one_kind_alone_that_give_other_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[str] = []
-    monkeypatch.setattr(base, "trace_call", lambda op, *given: [traced.append(op.name), trace_call(op, *given)][1])
+    monkeypatch.setattr(calls, "trace_call", lambda op, *given: [traced.append(op.name), trace_call(op, *given)][1])
     ModelConfigV4().specializations(H200)
     assert len(traced) < 500  # of 75 thousand calls, which take a quarter of a minute to plan where this takes a second
