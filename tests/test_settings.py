@@ -192,7 +192,9 @@ def test_forbidden_compiles_name_the_specialisation(monkeypatch: pytest.MonkeyPa
     plan = Call("select_topk", specs, {"k": 5}).plan(H200)
     wanted = specialize(plan.launches[0], plan, specs)
     # An architecture that no other test compiles for.
-    with pytest.raises(UnsupportedError, match=r"no warm-up made ready, for sm_91: topk_cluster_sm90_kernel\(.*TILES=2"):
+    with pytest.raises(
+        UnsupportedError, match=r"no warm-up made ready, for sm_91: topk_cluster_sm90_kernel\(.*TILES=2"
+    ):
         compiled(wanted, 91)
     with compiling_allowed():
         if HAS_GPU:

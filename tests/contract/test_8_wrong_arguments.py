@@ -915,7 +915,9 @@ def test_kind_of_argument_and_implementation(api: object, device: str, no_launch
         api.select_topk([[0.0]], array, k=1)
     with pytest.raises(ArgumentError, match="select_topk: ends is NoneType, expected"):
         api.select_topk(array, None, k=1)
-    with pytest.raises(UnsupportedError, match=r"implementation is 'gluon', supported: None, 'triton', 'gluon_sm90_cluster', "):
+    with pytest.raises(
+        UnsupportedError, match=r"implementation is 'gluon', supported: None, 'triton', 'gluon_sm90_cluster', "
+    ):
         api.select_topk(array, array, k=1, implementation="gluon")
     with pytest.raises(TypeError, match="unexpected keyword argument 'page'"):
         api.select_topk(array, array, k=1, page=3)
