@@ -176,7 +176,7 @@ MUTANTS = (
            "xmla/core/op/composition.py", "../core/test_plan.py", "two_launches_less"),
     Mutant("self.written = {*problem.written}", "self.written = set()", "xmla/core/op/composition.py",
            "../core/test_plan.py", "arguments_alone and dsa_attention"),
-    Mutant("FEWEST_COLUMNS <= columns <= MOST_COLUMNS", "columns <= MOST_COLUMNS",
+    Mutant("(rows > MOST_ROWS_OF_CLUSTERS and columns <= MOST_COLUMNS_OF_FEW)", "rows > MOST_ROWS_OF_CLUSTERS",
            f"{OPS}/selection/select_topk/gluon_sm90/plan.py", "../core/test_choices.py", "hoppers_own_kernel"),
     Mutant("if layout.scale_up else None", "", f"{OPS}/cache/write_mla_cache/plan.py", "../core/test_choices.py",
            "older_triton_rounds"),
