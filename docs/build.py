@@ -206,7 +206,8 @@ def fields_of(layout: MlaLayout | IndexerLayout) -> tuple[list[tuple[str, int]],
         scale = f"{layout.scales} {layout.scale.upper().replace('FLOAT', 'float').replace('E4M3', 'e4m3')} scales"
         labels = {
             "latent": f"{layout.latent} {layout.values}", "rope": f"{layout.rope} {layout.rope_values} rope",
-            "scales": scale, "interleaved scales": scale, "pad": "pad",
+            "scales": scale, "interleaved scales": scale, "outer scale": "float32 scale of all",
+            "rope scale": "float32 scale of rope", "pad": "pad",
         }  # fmt: skip
 
     def labelled(parts: Parts) -> Iterator[tuple[str, int]]:
