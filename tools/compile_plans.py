@@ -224,6 +224,7 @@ def report(specialization: Specialization, arch: int, source_arch: int) -> dict[
         "tile_bytes": tile_bytes(specialization),
         "mma": [name for name in ("wgmma.mma_async", "tcgen05.mma", "mma.sync") if name in ptx],
         "reused_barriers": reused_barriers(ptx),
+        "joined_pairs": joined_pairs(ptx),
         # Whether keys of logits may be copied before earlier launches have ended, and whether they are.
         "keys_early": specialization.constants.get("KEYS_EARLY"),
         "copies_early": bool(COPY.search(ptx.partition("griddepcontrol.wait")[0])),
@@ -270,6 +271,26 @@ def reused_barriers(ptx: str) -> list[int]:
             first = known.get(register, 0) + int(offset or 0)
             stored.update(range(first, first + int(words or 1) * int(bits) // 8))
     return sorted(place for place in barriers if place < 0 or stored.intersection(range(place, place + 8)))
+
+
+def joined_pairs(ptx: str) -> list[str]:
+    """Words of a pair of 8-bit floats, as `cvt` makes it, and of what is computed from it.
+
+    ptxas 12 loses such a pair: it reads what a register happens to hold (benchmarks/log/triton.md).
+    """
+    sources: dict[str, set[str]] = {}
+    joined = []
+    for opcode, operands in re.findall(r"^[\s{]*(?:@!?%p\d+\s+)?([a-z][\w.]*)\s+([^;]*);", ptx, re.MULTILINE):
+        written = operands[: operands.index("}")] if operands.startswith("{") else operands.partition(",")[0]
+        targets, read = (re.findall(r"%\w+", text) for text in (written, operands[len(written) :]))
+        if re.match(r"cvt\.rn\.satfinite\S*\.e[45]m[23]x2", opcode):
+            sources[targets[0]] = {targets[0]}
+            continue
+        if opcode == "mov.b32" and len(read) == 2 and any(a in sources.get(b, ()) for a, b in (read, read[::-1])):
+            joined.append(f"{opcode} {operands}")
+        if not opcode.startswith("st"):
+            sources |= {each: set[str]().union(*(sources.get(name, ()) for name in read)) for each in targets}
+    return joined
 
 
 def digest(*parts: str) -> str:

@@ -178,8 +178,6 @@ MUTANTS = (
            "../core/test_plan.py", "arguments_alone and dsa_attention"),
     Mutant("(rows > MOST_ROWS_OF_CLUSTERS and columns <= MOST_COLUMNS_OF_FEW)", "rows > MOST_ROWS_OF_CLUSTERS",
            f"{OPS}/selection/select_topk/gluon_sm90/plan.py", "../core/test_choices.py", "hoppers_own_kernel"),
-    Mutant("if layout.scale_up else None", "", f"{OPS}/cache/write_mla_cache/plan.py", "../core/test_choices.py",
-           "older_triton_rounds"),
     Mutant(' if select.constants["PIECE"] else None', "", f"{OPS}/layer/dsa_attention/plan.py",
            "../core/test_choices.py", "also_map_them"),
     Mutant("if unaligned & anywhere:", "if False:", "xmla/core/compile/compiler.py", "../core/test_plan.py",

@@ -1,10 +1,7 @@
 """Plans say which implementation they take and why, and an architecture that is added finds its place."""
 
-import importlib
 import re
-from contextlib import nullcontext
 from dataclasses import replace
-from itertools import product
 
 import kit
 import numpy as np
@@ -227,14 +224,3 @@ def test_programs_that_select_rows_whole_or_of_few_also_map_them(rows: int, colu
         }
         with pytest.raises(RuntimeError, match=f"{first.name} maps whole rows of k indices"):
             fuse((select, mapping.with_sizes(index_stride=65)), FUSIONS)
-
-
-def test_rows_that_an_older_triton_rounds_otherwise_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("xmla.core.ops.cache.write_mla_cache.plan"), "OLDER_TRITON", "3.8.0")
-    op = registry()["write_mla_cache"]
-    for dtype, device, row in product(("float32", "bfloat16"), (H200, INTERPRETER), (352, 432)):
-        specs = Spec((9, 512), dtype), Spec((9, 64), dtype), Spec((9,), "int32"), Spec((4, 3, row), "uint8")
-        refused = (dtype, device, row) == ("float32", H200, 352)
-        words = "float32 rows as 'nvfp4' by Triton 3.8.0, supported: Triton 3.9 or newer"
-        with pytest.raises(UnsupportedError, match=words) if refused else nullcontext():
-            plan_call(op, specs, op.attributes(), device)

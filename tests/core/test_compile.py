@@ -9,7 +9,7 @@ import triton
 from conftest import HAS_GPU, require_assembler
 
 from tools import compile_unknown, support_matrix
-from tools.compile_plans import DEVICES
+from tools.compile_plans import DEVICES, joined_pairs
 from tools.kept import MATRIX, file_of, keep
 from tools.releases import SERVED, folder
 from xmla.core.registry import registry
@@ -38,6 +38,7 @@ def check_fits(kernel: support_matrix.Line, device: Device) -> None:
     assert kernel["tensor_memory"] <= TENSOR_MEMORY_COLUMNS, kernel
     assert not kernel["trap"], kernel
     assert kernel["serialized"] is None, kernel
+    assert kernel["joined_pairs"] == [], kernel
     assert kernel["keys_early"] in (None, kernel["copies_early"]), kernel
     assert kernel["ptx"] <= 8.8, "JAX assembles with its own ptxas, which may be of CUDA 12.9"
     # Rows come by 16 bytes, though the compiler does not see their alignment: by 4 attention takes a fifth longer.
@@ -118,6 +119,21 @@ def check_spills_of_an_older_triton(kernels: list[support_matrix.Line]) -> None:
     for kernel in kernels:  # 3.8: 72 bytes in the paged logits of 128 rows
         _, most = SPILLED_ON_HOPPER.get(kernel["kernel"], (64, 72))
         assert not kernel["kernel"].endswith("_sm90_kernel") or kernel["spilled_bytes"] <= most, kernel
+
+
+@pytest.mark.parametrize(("high", "joined"), [("%rs3", True), ("%rs4", False)])
+def test_a_pair_that_an_assembler_loses_is_found(high: str, joined: bool) -> None:
+    """In seven instructions; a pair's second byte that other memory gives is not computed from it."""
+    ptx = f"""
+    ld.global.b16 %rs4, [%rd1];
+    // begin inline asm
+    {{ cvt.rn.satfinite.e4m3x2.f32 %rs1, %r2, %r1; }}
+    // end inline asm
+    @%p1 shr.u16 %rs3, %rs1, 8;
+    mov.b32 %r3, {{%rs1, {high}}};
+    mov.b32 {{%rs5, %rs6}}, %r3;
+    st.global.b16 [%rd2], %rs5;"""
+    assert bool(joined_pairs(ptx)) is joined
 
 
 @pytest.mark.parametrize("arch", [107, 110], ids=lambda arch: f"sm_{arch}")

@@ -2417,7 +2417,6 @@ def write_mla_cache(
     Raises:
         ArgumentError: A dtype, rank, axis, stride or attribute is wrong; ROW is 528, 368 or 288 bytes and no
             `cache_format` is given.
-        UnsupportedError: float32 rows become "nvfp4" entries on a GPU with Triton older than 3.9.
 
     Rounding: to nearest even, saturating. NaN stays NaN; e2m1 has no NaN, so there it makes its tile's scale NaN.
     "v32", "v4", "v41" and "v41_fp4" have the bytes that FlashMLA's writers store (README of FlashMLA, KV cache format;
@@ -2431,7 +2430,7 @@ def write_mla_cache(
         [1.0, 1.0]
 
     Implementations, best first:
-        triton: Triton 3.9 or newer.
+        triton: every call.
     """
     return _write_mla_cache([latent, rope, slots, cache], (cache_format, scale_floor), implementation)
 

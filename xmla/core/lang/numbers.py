@@ -67,6 +67,19 @@ def encode_e4m3(x):
 
 
 @triton.jit
+def encode_e4m3_up(x):
+    """e4m3 bytes of float32 `x` from 0 to 448, rounded up.
+
+    Not the nearest byte and perhaps one more: ptxas 12 loses a pair of bytes that `cvt` made if a word joins the pair
+    with its own second byte, as the sum does, and the word then has what a register happened to hold.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    normal = ((bits + 0xFFFFF) >> 20) - (120 << 3)
+    small = tl.ceil(x * 512.0).to(tl.int32)  # below 2**-6 in steps of 2**-9
+    return tl.where(bits < 0x3C800000, small, normal).to(tl.uint8)
+
+
+@triton.jit
 def load_e4m3(ptrs, mask):
     """e4m3 bytes at `ptrs` as an operand of products, 0 where not `mask`: bf16, exactly, where there is no e4m3."""
     if converts_e4m3():
@@ -189,9 +202,7 @@ def quantize_nvfp4(tiled, MIN_EXPONENT: tl.constexpr, UP: tl.constexpr):
     whole = tiled == tiled
     amax = tl.max(tl.where(whole, tl.abs(tiled), 0.0), axis=2)
     exact = tl.minimum(tl.maximum(tl.math.div_rn(amax, 6.0), 2.0**MIN_EXPONENT), 448.0)
-    stored = encode_e4m3(exact)
-    if UP:  # the bytes of positive e4m3 values are ordered like the values
-        stored = (stored + tl.where(decode_e4m3(stored) < exact, 1, 0)).to(tl.uint8)
+    stored = encode_e4m3_up(exact) if UP else encode_e4m3(exact)
     quotient = tl.math.div_rn(tiled, decode_e4m3(stored)[:, :, None])
     scales = tl.where(tl.min(tl.where(whole, 1, 0), axis=2) == 0, 0x7F, stored)
     return pack_e2m1(quotient, whole), scales.to(tl.uint8)

@@ -3,7 +3,7 @@ from typing import Any
 from xmla.core.call import BYTES, FLOATS, HALVES, Problem, Tensor, check_scale_floor, entries_once, mla_format
 from xmla.core.op import Op
 from xmla.core.ops.cache.write_mla_cache.cases import CASES
-from xmla.core.ops.cache.write_mla_cache.plan import CONDITIONS, plan
+from xmla.core.ops.cache.write_mla_cache.plan import plan
 from xmla.core.ops.cache.write_mla_cache.reference import reference
 from xmla.core.plan import Implementation
 
@@ -46,7 +46,6 @@ def write_mla_cache(latent, rope, slots, cache, *, cache_format: str | None = No
     Raises:
         ArgumentError: A dtype, rank, axis, stride or attribute is wrong; ROW is 528, 368 or 288 bytes and no
             `cache_format` is given.
-        UnsupportedError: float32 rows become "nvfp4" entries on a GPU with Triton older than 3.9.
 
     Rounding: to nearest even, saturating. NaN stays NaN; e2m1 has no NaN, so there it makes its tile's scale NaN.
     "v32", "v4", "v41" and "v41_fp4" have the bytes that FlashMLA's writers store (README of FlashMLA, KV cache format;
@@ -81,7 +80,7 @@ OP = Op(
     updates={"cache": None},
     check=check,
     work=entries_once,
-    implementations=(Implementation("triton", plan, CONDITIONS),),
+    implementations=(Implementation("triton", plan),),
     reference=reference,
     cases=CASES,
 )

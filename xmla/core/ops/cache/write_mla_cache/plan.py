@@ -3,12 +3,10 @@ from dataclasses import dataclass
 from xmla.core.call import Problem
 from xmla.core.formats.mla import MlaLayout
 from xmla.core.ops.cache.write_mla_cache.kernels import write_mla_cache_kernel
-from xmla.core.plan import Condition, Constants, Launch, Plan
-from xmla.core.values import INTERPRETER, Device, cdiv
-from xmla.core.versions import older
+from xmla.core.plan import Constants, Launch, Plan
+from xmla.core.values import Device, cdiv
 
 BLOCK_T = 4
-OLDER_TRITON = older("triton", "3.9")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +42,3 @@ def plan(problem: Problem, device: Device) -> Plan:
         constexprs={"C": constants},
     )
     return Plan((launch,), {}, ())
-
-
-def _other_bytes(problem: Problem, device: Device) -> str | None:
-    """Triton 3.8 rounds some scales of float32 rows otherwise on an H200 (log/triton.md), of bfloat16 rows none."""
-    if OLDER_TRITON is None or device.arch == INTERPRETER.arch or problem.specs["latent"].dtype != "float32":
-        return None
-    layout = problem.formats["cache"]
-    return f"for float32 rows as {layout.name!r} by Triton {OLDER_TRITON}" if layout.scale_up else None
-
-
-CONDITIONS = (Condition("Triton 3.9 or newer", _other_bytes),)
