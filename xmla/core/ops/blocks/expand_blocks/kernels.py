@@ -20,7 +20,8 @@ def expand_blocks_kernel(
     BLOCK_C: tl.constexpr,
 ):
     token = (tl.program_id(0) // parts).to(tl.int64)
-    column = tl.program_id(0) % parts * BLOCK_C + tl.arange(0, BLOCK_C)
+    first = offset_of(tl.program_id(0) % parts, BLOCK_C)  # of all columns, which are counted in 32 bits
+    column = first.to(tl.int32) + tl.arange(0, BLOCK_C)
     length = tl.maximum(tl.load(lengths_ptr + token), 0)
     complete = length // GRANULARITY * GRANULARITY
     blocks_row = blocks_ptr + offset_of(token, blocks_stride)
