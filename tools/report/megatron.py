@@ -9,7 +9,7 @@ from tools.report.markdown import table
 from tools.report.results import Line, read
 from xmla.bench.provenance import origin
 
-# Megatron's fused backends, which some lines have.
+# Megatron's fused backends, which ran in some lines.
 FUSED = {"cudnn": "its `cudnn`", "tilelang": "its `tilelang`"}
 
 
@@ -48,6 +48,6 @@ def report(file: Path) -> str:
     markdown: list[str] = []
     for text, group in groupby((line for (line,) in read(file)), key=origin_and_versions):
         lines = [*group]
-        fused = [name for name in FUSED if any(name in line for line in lines)]
+        fused = [name for name in FUSED if any("ms" in line.get(name, {}) for line in lines)]
         markdown += [text, "", *table(columns(fused), [row(line, fused) for line in lines]), ""]
     return "\n".join(markdown)
