@@ -321,6 +321,32 @@ def test_no_bits_of_batch_invariant_rows_depend_on_given_lengths(
         kit.assert_bits_equal("with and without lengths", one, other)
 
 
+@pytest.mark.parametrize(
+    ("heads", "layout", "entries", "lengths", "extra_lengths"),
+    [
+        (17, PLAIN_V4, 64, [130, 600, 0], [300, 0, 0]),
+        (17, PLAIN_V4, 64, [64, 600, 600], [0, 300, 300]),
+        (17, PLAIN_V4, 64, [600, 600, 600], [300, 300, 300]),
+        (70, V4, 2, [1, 600, 64], [300, 0, 70]),
+    ],
+)
+def test_rows_with_more_keys_have_more_programs(
+    heads: int, layout: MlaLayout, entries: int, lengths: list[int], extra_lengths: list[int]
+) -> None:
+    """Hopper's programs are dealt out among the rows by their lengths, and parts that a row has not are not read."""
+    device = replace(H200, name="of few SMs", num_sms=24 if heads > 64 else 12)
+    extra = (layout, 300, entries)
+    case = make_case(3, heads, 600, entries, layout, extra=extra, with_lengths=True, with_sink=True)
+
+    def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
+        return case.make(rng) | {"lengths": np.int32(lengths), "extra_lengths": np.int32(extra_lengths)}
+
+    dealt = replace(case, name=f"{case.name}-{lengths}", make=make)
+    plan = plan_of(ATTENTION, dealt, device)
+    assert plan is not None and plan.launches[0].constants["DEALT"]
+    agrees(ATTENTION, dealt, device)
+
+
 @pytest.mark.parametrize("with_lengths", [False, True])
 def test_entries_that_slots_name_become_rows(with_lengths: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Marked in maps that each hold a part of the pool, by programs that look at some tokens and at parts of rows."""

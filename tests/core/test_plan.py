@@ -2,13 +2,14 @@
 
 import re
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import kit
 import numpy as np
 import pytest
 from hopper import NEEDS_INLINE_PTX
 
+from xmla.core.call import LARGEST_SIZE
 from xmla.core.compile import Specialization, specialize
 from xmla.core.compile import compiler as compile
 from xmla.core.errors import ArgumentError, UnsupportedError
@@ -136,6 +137,18 @@ def test_a_step_has_two_launches_less_than_its_ops(requests: int, context: int) 
     assert all(launch.waits for launch in step.active[2:])
     assert step.active[0].grid[0] == sum(launch.grid[0] for launch in launches[: 2 + quantised])
     assert_reads_arguments_alone(registry()["dsa_step"], step)
+
+
+def test_launches_that_spread_start_beside_any_number_of_programs() -> None:
+    """Logits, and attention, of which an SM holds one program; neither the selection nor what combines splits."""
+    *_, step = (call.plan(H200) for call in ModelConfig().decode(32, 1, 32768))
+    limits = {after.name: before.constants["OVERLAP_LIMIT"] for before, after in pairwise(step.active)}
+    assert limits == {
+        "indexer_logits_paged_sm90_kernel": LARGEST_SIZE,
+        "select_slots_cluster_sm90_kernel": H200.overlap_limit,
+        "sparse_mla_sm90_kernel": LARGEST_SIZE,
+        "combine_splits_kernel": H200.overlap_limit,
+    }
 
 
 def test_launches_take_turns_where_nothing_waits() -> None:
@@ -482,7 +495,7 @@ def test_few_heads_have_a_tile_of_their_own_on_hopper(heads: int, padding: int, 
     ],
 )
 def test_tokens_with_most_keys_come_first_on_hopper(tokens: int, heads: int, lengths: bool, places: int) -> None:
-    assert attention(tokens, heads, 2048, H200, lengths=lengths).launches[0].constants["ORDERED"] == places
+    assert attention(tokens, heads, 2048, H200, lengths=lengths).launches[0].constants["PLACES"] == places
 
 
 def test_batch_invariant_splits_depend_on_k_alone() -> None:

@@ -32,6 +32,7 @@ def combine(
             POWERS=powers,
             SKIP=skip,
             MAX_SPLITS=most,
+            AT_ONCE=most,
             OVERLAP_LIMIT=0,
         )
         combine_splits_kernel[(TOKENS * HEADS * programs,)](

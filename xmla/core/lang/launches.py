@@ -2,10 +2,10 @@
 
 By programmatic dependent launch a launch may start before the one before it has ended: when all programs of that one
 are done, or have begun if they are at most OVERLAP_LIMIT. (Beside more of them, programs of the next launch would
-gather on the SMs that are free first.) So each kernel of such a plan waits before it reads what launches before it
-wrote. It may read the call's own arguments sooner: the first launch of a call starts when everything before has ended.
-A launch that has ended has waited, so that all launches before it have ended too. With an OVERLAP_LIMIT of 0 launches
-take turns.
+gather on the SMs that are free first, unless they spread: `Launch.spreads`.) So each kernel of such a plan waits before
+it reads what launches before it wrote. It may read the call's own arguments sooner: the first launch of a call starts
+when everything before has ended. A launch that has ended has waited, so that all launches before it have ended too.
+With an OVERLAP_LIMIT of 0 launches take turns.
 """
 
 import triton

@@ -104,6 +104,8 @@ class Launch:
             for the array, or another array stands in for one that is not given (`Problem.stand_ins`).
         num_ctas: CTAs of a program, a cluster of which the kernel is one. The grid counts programs.
         max_registers: Registers per thread. Without it the compiler weighs registers against occupancy itself.
+        spreads: Whether an SM holds no more of its programs than are that SM's share of them. So these do not gather on
+            the SMs that are free first, and may start beside any number of an earlier launch's programs.
     """
 
     kernel: Kernel
@@ -116,6 +118,7 @@ class Launch:
     num_stages: int = 2
     num_ctas: int = 1
     max_registers: int | None = None
+    spreads: bool = False
 
     def __post_init__(self) -> None:
         parameters = self.parameters
@@ -188,7 +191,11 @@ class Launch:
 
     def in_turn(self) -> "Launch":
         """A copy of the launch that starts when the one before it has ended."""
-        return replace(self, constexprs=with_constant(self.constexprs, "OVERLAP_LIMIT", 0))
+        return self.overlapped(0)
+
+    def overlapped(self, limit: int) -> "Launch":
+        """A copy of the launch with another OVERLAP_LIMIT."""
+        return replace(self, constexprs=with_constant(self.constexprs, "OVERLAP_LIMIT", limit))
 
     def with_sizes(self, **sizes: int) -> "Launch":
         """A copy of the launch with other runtime sizes."""

@@ -92,4 +92,5 @@ class Combination(Constants):
     POWERS: int  # groups of a split's dims that are f16 over a power of two each; 0 if they are f32
     SKIP: bool  # whether splits with the lse −inf may have no results; those of the others then come later
     MAX_SPLITS: int  # a power of two
+    AT_ONCE: int  # splits whose results are loaded at once, a power of two
     OVERLAP_LIMIT: int

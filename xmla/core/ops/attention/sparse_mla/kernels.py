@@ -250,8 +250,14 @@ def combine_splits_kernel(
     denominator = tl.zeros([1], tl.float32)
     accumulator = tl.zeros([GROUPS, DIMS], tl.float32)
     # As many results as registers hold are loaded at once, and first: the compiler issues loads in this order.
-    AT_ONCE: tl.constexpr = min(MAX_SPLITS, 32 * PARTS)
-    for first in tl.range(0, MAX_SPLITS, AT_ONCE):
+    AT_ONCE: tl.constexpr = min(C.AT_ONCE, 32 * PARTS)
+    end = MAX_SPLITS
+    if AT_ONCE < MAX_SPLITS and C.SKIP:  # most rows have no more splits than are loaded at once
+        every = tl.arange(0, MAX_SPLITS)
+        every_lse_ptrs = lse_ptrs + offset_of(every, LSE_STRIDE, MAX_SPLITS)
+        every_lse = tl.load(every_lse_ptrs, mask=every < num_splits, other=float("-inf"))
+        end = tl.max(tl.where(every_lse != float("-inf"), every + 1, 1), 0)
+    for first in tl.range(0, end, AT_ONCE, num_stages=1):
         split = first + tl.arange(0, AT_ONCE)[:, None]
         mask = split < num_splits
         split_lse_ptrs = lse_ptrs + offset_of(split, LSE_STRIDE, MAX_SPLITS)

@@ -9,9 +9,13 @@ from xmla.core.formats.mla import VALUE_DIMS
 from xmla.core.ops.attention.sparse_mla.constants import Attention, Combination, Epilogue, Pages
 from xmla.core.ops.attention.sparse_mla.kernels import combine_splits_kernel
 from xmla.core.plan import Kernel, Launch, Plan, most_registers, overlap_limit
-from xmla.core.values import Device, Spec, arithmetic, cdiv, next_power_of_2
+from xmla.core.values import Device, Spec, arithmetic, cdiv, larger, next_power_of_2, smaller
 
 INVARIANT_SPLIT_KEYS = 512
+# Splits of a row up to which programs are dealt out by lengths. Of more, finding them costs what it saves: 8 requests
+# of V4's M1-4 with 33 to 1000 keys take 20.8 µs dealt out and 23.1 otherwise, 4 of them 18.0 and 18.7, 2 of 26 and 226
+# keys 13.7 and 12.7 (H200, 2026-11-30).
+MOST_DEALT = 4
 MOST_SPLITS = 4096  # more cost the combination more than they save
 
 
@@ -21,6 +25,7 @@ class Config:
 
     `programs`: the occupancy, in programs per SM.
     `powers`: so many groups of a split's dims are float16 over a power of two each; 0 if they are float32.
+    `alone`: whether an SM never holds two programs, so that they may start as early as they like (`Launch.spreads`).
     """
 
     block_h: int
@@ -29,6 +34,7 @@ class Config:
     num_stages: int
     programs: int = 1
     powers: int = 0
+    alone: bool = False
 
 
 @arithmetic
@@ -70,13 +76,27 @@ def count_keys(problem: Problem, config: Config) -> int:
     return keys
 
 
+@arithmetic
+def warps_of_combination(splits: int, rows: int, config: Config, device: Device) -> int:
+    """Warps of a program that combines the splits of a row.
+
+    Of many splits two programs of eight warps on an SM: 4.4 against 6.9 µs for two tokens' 16 (H200, 2026-11-22); in
+    more waves four warps: a call for four tokens takes 16.8 against 17.3 µs (2026-11-24). Of few splits two warps, so
+    that all programs run at once: a step of 32 requests takes 112.6 against 114.5 µs (2026-11-30).
+    """
+    if splits > 8 and rows <= 2 * device.num_sms:
+        return 8
+    return 2 if splits <= 4 and config.powers and device.arch == 90 else 4
+
+
 def attention_plan(
     problem: Problem, device: Device, kernel: Kernel, config: Config, constants: Callable[..., Attention] = Attention,
-    early: tuple[str, ...] = (),
+    early: tuple[str, ...] = (), dealt: bool | None = None,
 ) -> Plan:  # fmt: skip
     """The launches of `kernel` over splits of the keys and of their combination.
 
-    `constants` makes the kernel's, which reads the arguments `early` before it waits for earlier launches.
+    `constants` makes the kernel's, which reads the arguments `early` before it waits for earlier launches. `dealt`:
+    whether programs of split keys are dealt out among the tokens by their lengths; None of a kernel that cannot.
     """
     specs, attrs = problem.specs, problem.attrs
     tokens, heads = problem["T"], problem["H"]
@@ -89,6 +109,13 @@ def attention_plan(
     # Whole tiles per split; rounding up may leave fewer splits than asked for.
     split_keys = max(cdiv(cdiv(keys, splits), config.block_n), 1) * config.block_n
     splits = max(cdiv(keys, split_keys), 1)
+
+    programs, usual = tokens * splits, splits  # of each block of heads; of a row
+    deals = bool(dealt) and 1 < splits <= MOST_DEALT
+    if deals:
+        tiles = cdiv(keys, config.block_n)
+        programs = larger(programs, smaller(device.num_sms * config.programs // head_blocks, tokens * tiles))
+        splits = smaller(tiles, 2 * splits)
 
     extra, rotate = problem.has("extra_cache"), problem.has("cos_sin")
     workspace: dict[str, Spec] = {}
@@ -112,10 +139,11 @@ def attention_plan(
         EPILOGUE=Epilogue.of(problem),
         BLOCK_H=config.block_h,
         OVERLAP_LIMIT=overlap_limit(problem, device, *early),
+        **({} if dealt is None else {"DEALT": deals}),
     )
     launch = Launch(
         kernel,
-        grid=(tokens * head_blocks * splits,),
+        grid=(head_blocks * programs,),
         outputs=("out", "lse"),
         arrays={**stand_ins, **({"out": "split_out", "lse": "split_lse"} if splits > 1 else {})},
         sizes={
@@ -128,10 +156,12 @@ def attention_plan(
             "num_positions": problem["S"] if rotate else 0,
             "num_splits": splits,
             "split_keys": split_keys,
+            **({} if dealt is None else {"num_tokens": tokens}),
         },
         constexprs={"C": attention},
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        spreads=config.alone,
         # With 99 KB of shared memory, and before sm_90, the compiler would spill for a second program on the SM.
         max_registers=most_registers(config.num_warps) if device.arch < 90 or device.arch >= 120 else None,
     )
@@ -149,6 +179,7 @@ def attention_plan(
         POWERS=config.powers,
         SKIP=attention.HAS_LENGTHS,
         MAX_SPLITS=next_power_of_2(splits),
+        AT_ONCE=next_power_of_2(usual),
         OVERLAP_LIMIT=device.overlap_limit,
     )
     combine = Launch(
@@ -158,8 +189,6 @@ def attention_plan(
         arrays=problem.stand_ins(sink="split_lse", cos_sin="split_lse", positions="slots"),
         sizes={"num_splits": splits, "num_positions": problem["S"] if rotate else 0},
         constexprs={"C": combination},
-        # Two programs of eight warps on an SM: 4.4 against 6.9 µs for two tokens' 16 splits (H200, 2026-11-22). In more
-        # waves four warps: a call for four tokens takes 16.8 against 17.3 µs (2026-11-24).
-        num_warps=8 if alone and combination.MAX_SPLITS > 8 and tokens * heads <= 2 * device.num_sms else 4,
+        num_warps=warps_of_combination(usual, tokens * heads, config, device) if alone else 4,
     )
     return Plan((launch, combine), {**workspace, **results}, ("out", "lse"))

@@ -96,6 +96,7 @@ def unpack(problem: Problem, device: Device) -> Plan:
             "OVERLAP_LIMIT": device.overlap_limit,
         },
         num_warps=WARPS,
+        spreads=device.arch == 90,  # an SM has room for one map; only there attention's programs spread, too
     )
     write = Launch(
         unpack_entries_kernel,

@@ -50,6 +50,36 @@ def token_of_rank(rank, token, ok, tiles):
 
 
 @gluon.jit
+def part_of_rank(rank, num_parts, most_parts, num_tokens, token, tiles):
+    """The token of a CTA's part, which of the row's parts it is, the parts of the row, and the tiles of a part.
+
+    All rows have parts of as many tiles: of the fewest with which there are no more than `num_parts`, and of no row
+    more than `most_parts`. A row without keys has a part. After the last part the token is −1.
+    """
+    ok = token < num_tokens
+    tiles = gl.maximum(tiles, 1)
+    least = gl.min(gl.where(ok, tiles, 0x7FFFFFFF), 0)
+    longest = gl.max(gl.where(ok, tiles, 0), 0)
+    each = gl.cdiv(longest, gl.minimum(num_parts // num_tokens, most_parts))
+    parts = gl.cdiv(longest, each)
+    chosen = rank // parts
+    part = rank - chosen * parts
+    chosen = gl.where(chosen < num_tokens, chosen, -1)
+    if least < longest:
+        tiles = gl.where(ok, tiles, 0)
+        each = gl.maximum(gl.cdiv(gl.sum(tiles, 0), num_parts), gl.cdiv(longest, most_parts))
+        while gl.sum(gl.cdiv(tiles, each), 0) > num_parts:
+            each += 1
+        of_rows = gl.cdiv(tiles, each)
+        upto = gl.associative_scan(of_rows, 0, add)
+        own = (upto - of_rows <= rank) & (rank < upto)
+        part = rank - gl.sum(gl.where(own, upto - of_rows, 0), 0)
+        parts = gl.sum(gl.where(own, of_rows, 0), 0)
+        chosen = gl.max(gl.where(own, token, -1), 0)
+    return chosen, part, parts, each
+
+
+@gluon.jit
 def sparse_mla_sm90_kernel(
     q_ptr,  # [T, H, L+E]
     cache_ptr,  # [P, R, ROW]
@@ -68,8 +98,9 @@ def sparse_mla_sm90_kernel(
     num_extra_keys,  # EXTRA_K
     extra_slot_stride,
     num_positions,  # S
-    num_splits,
-    split_keys,  # of K rounded up to whole tiles, then EXTRA_K; if SHARED, rows share out their own
+    num_splits,  # of a row; if DEALT the most
+    split_keys,  # of K rounded up to whole tiles, then EXTRA_K; not read if DEALT or SHARED
+    num_tokens,  # T
     out_ptr,  # [T, H, 512]; if SPLIT [T, num_splits, H, 512] f16, normalised, over a power of two a group of dims
     lse_ptr,  # [T, H] f32; if SPLIT [T, num_splits, 1 + groups, H] f32, in log2, and the powers
     C: gl.constexpr,  # HopperAttention
@@ -80,18 +111,26 @@ def sparse_mla_sm90_kernel(
     head_block = pid % HEAD_BLOCKS
     split = pid // HEAD_BLOCKS % num_splits
     token = pid // HEAD_BLOCKS // num_splits
-    if C.ORDERED > 0:
-        # CTAs start in the order of their ids: those with most keys first, so that the last ones to end are short.
+    if C.PLACES > 0:
         # Every warp has all tokens, so that it counts without waiting for others; adjacent ones in adjacent lanes.
-        OF_LANE: gl.constexpr = C.ORDERED // 32
-        index = gl.arange(0, C.ORDERED, layout=gl.BlockedLayout([OF_LANE], [32], [4], [0]))
+        OF_LANE: gl.constexpr = C.PLACES // 32
+        index = gl.arange(0, C.PLACES, layout=gl.BlockedLayout([OF_LANE], [32], [4], [0]))
         tokens = index % OF_LANE * 32 + index // OF_LANE
-        num_tokens = gl.num_programs(0) // HEAD_BLOCKS // num_splits
         existing = gl.minimum(tokens, num_tokens - 1)  # without masks all loads are under way at once
         tiles = count_tiles(lengths_ptr, existing, num_keys, C.SOURCE.HAS_LENGTHS)
         if C.EXTRA is not None:
             tiles += count_tiles(extra_lengths_ptr, existing, num_extra_keys, C.EXTRA.HAS_LENGTHS)
-        token = token_of_rank(token, tokens, tokens < num_tokens, tiles)
+        if C.DEALT:
+            num_parts = gl.num_programs(0) // HEAD_BLOCKS
+            token, split, parts, part_tiles = part_of_rank(
+                pid // HEAD_BLOCKS, num_parts, num_splits, num_tokens, tokens, tiles
+            )  # fmt: skip
+            if token < 0:
+                wait_for_earlier(C.OVERLAP_LIMIT)
+                return
+        else:
+            # CTAs start in the order of their ids: those with most keys first, so that the last ones to end are short.
+            token = token_of_rank(token, tokens, tokens < num_tokens, tiles)
     token = token.to(gl.int64)
     place = offset_of(token, C.HEADS)
     lse_place = place
@@ -104,7 +143,10 @@ def sparse_mla_sm90_kernel(
     tiles_before = gl.cdiv(num_keys, TILE_KEYS)  # of the first source, before those of the second
     if C.EXTRA is not None:
         extra_end = end_of_row(extra_lengths_ptr, token, num_extra_keys, C.EXTRA.HAS_LENGTHS)
-    if C.SPLIT and C.SHARED:
+    if C.DEALT:
+        tiles_before = gl.cdiv(gl.maximum(end, 0), TILE_KEYS)  # a length may be the least integer
+        split_keys = part_tiles * TILE_KEYS
+    elif C.SPLIT and C.SHARED:
         tiles_before = gl.cdiv(gl.maximum(end, 0), TILE_KEYS)  # a length may be the least integer
         row_tiles = tiles_before
         if C.EXTRA is not None:
@@ -130,6 +172,9 @@ def sparse_mla_sm90_kernel(
     out_row, lse_row = out_ptr + offset_of(place, VALUE_DIMS), lse_ptr + lse_place
     if C.SPLIT and C.HAS_LENGTHS:
         rows = head_block * C.BLOCK_H + gl.arange(0, C.BLOCK_H, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        if C.DEALT and split == 0:  # the combination reads no more than the lse of parts that the row has not
+            for missing in range(parts, num_splits):
+                gl.store(lse_row + missing * ((1 + POWERS) * C.HEADS) + rows, float("-inf"), mask=rows < C.HEADS)
         if tiles == 0:  # fewer tiles than splits: the combination reads no more of this one than its lse
             wait_for_earlier(C.OVERLAP_LIMIT)
             gl.store(lse_row + rows, float("-inf"), mask=rows < C.HEADS)

@@ -200,7 +200,8 @@ def attend_right(main, extra, main_tiles, tiles, shared, task, C: gl.constexpr):
     store_queries(shared, 1, task, C)
     mbarrier.arrive(shared.q_full, count=1)
     wait_for_earlier(C.OVERLAP_LIMIT)
-    for tile in gl.static_range(1, AHEAD):
+    FIRST: gl.constexpr = C.FIRST_AHEAD
+    for tile in gl.static_range(FIRST, AHEAD):
         ahead = load_slots(main, extra, main_tiles, tile, AHEADS)
         prefetch(main, extra, main_tiles, tile, ahead, C)
     ahead = load_slots(main, extra, main_tiles, AHEAD, AHEADS)

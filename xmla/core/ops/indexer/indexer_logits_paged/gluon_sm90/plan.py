@@ -48,6 +48,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         num_warps=4,
         num_stages=1,
         max_registers=128 if few else REGISTERS,
+        spreads=True,
     )
     return Plan((launch,), problem.results, ("logits",))
 
