@@ -37,10 +37,13 @@ CHANGES: dict[str, list[dict[str, object]]] = {
 # Of the kernel for SM12x, which serves more.
 CHANGES_SM120: dict[str, list[dict[str, object]]] = {
     "v32": [
-        {"values": "e2m1"}, {"latent": 448}, {"scale": "e4m3"}, {"interleaved": True}, {"rope": 32},
+        {"values": "e2m1"}, {"tile": 64}, {"latent": 448}, {"scale": "e4m3"}, {"interleaved": True}, {"rope": 32},
         {"rope_values": "e4m3"}, {"row": 658}, {"rope_offset": 530}, {"scale_offset": 514},
     ],
-    "v4": [{"tile": 32, "footer": 16, "row": 592}, {"scale": "float32"}, {"row": 588}, {"rope_offset": 456}],
+    "v4": [
+        {"tile": 32, "footer": 16, "row": 592}, {"scale": "float32"}, {"row": 588}, {"rope_offset": 456},
+        {"rope_in_value": False, "latent": 512},
+    ],
     "plain": [{"latent": 448}, {"rope": 32}, {"row": 580}, {"rope_offset": 516}],
 }  # fmt: skip
 # Of sm_100's, which reads an entry's scales, and 16 of its bytes, at once.

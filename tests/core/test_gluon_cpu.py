@@ -13,7 +13,7 @@ from hopper import NEEDS_INLINE_PTX
 from triton.experimental.gluon._runtime import GluonJITFunction
 
 from xmla.core.errors import ArgumentError, UnsupportedError
-from xmla.core.formats.mla import NVFP4, PLAIN, PLAIN_V4, V4, V32, MlaLayout
+from xmla.core.formats.mla import NOPE, NVFP4, PLAIN, PLAIN_V4, V4, V32, MlaLayout
 from xmla.core.op import Case, Op, plan_call
 from xmla.core.ops.attention.sparse_mla import unpack
 from xmla.core.ops.attention.sparse_mla.backward.cases import backward_of
@@ -100,14 +100,14 @@ DERIVATIVE = registry()["sparse_mla_backward"], backward_of(make_case(1, 2, 100,
 ANY_ORDER = DERIVATIVE[0], backward_of(make_case(1, 2, 200, 16, PLAIN, deterministic=False)), HOPPER
 
 
-def over_one_page(case: Case) -> Case:
+def over_one_page(case: Case, layout: MlaLayout = V32) -> Case:
     """The case over one page of entries, which its slots name often: they are unpacked first."""
 
     def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
         inputs = case.make(rng)
         cache = inputs["cache"] = inputs["cache"][:1]
         entries = cache.shape[1]
-        V32.scatter(cache, np.arange(entries), *(rng.standard_normal((entries, dims)) for dims in (512, 64)))
+        layout.scatter(cache, np.arange(entries), *(rng.standard_normal((entries, dims)) for dims in (512, 64)))
         inputs["slots"] = np.where(inputs["slots"] < 0, inputs["slots"], inputs["slots"] % entries)
         return inputs
 
@@ -221,7 +221,7 @@ MORE = [
     WIDE_NVFP4,
     (ATTENTION, make_case(2, 70, 600, 5, NVFP4, with_lengths=True, with_sink=True, padding=16), HOPPER),
     (ATTENTION, over_one_page(make_case(32, 17, 8, 8, V32)), HOPPER),
-    (ATTENTION, over_one_page(make_case(32, 17, 8, 8, V32)), SM120),
+    (ATTENTION, over_one_page(make_case(32, 17, 8, 8, NVFP4), NVFP4), SM120),
     (ATTENTION, make_case(1, 17, 600, 64, PLAIN, with_sink=True), B200),
     (ATTENTION, make_case(3, 70, 200, 64, PLAIN, with_lengths=True), SM100),
     (ATTENTION, make_case(2, 3, 200, 64, PLAIN_V4, extra=(PLAIN_V4, 130, 64), with_sink=True, rotate=True), SM100),
@@ -282,6 +282,43 @@ def test_exact_arithmetic_gives_exact_logits(call: tuple[Op, Case, Device]) -> N
     (got,), (want,) = emulator.run(plan, kit.copies(inputs)), op.reference(**inputs, **kit.attributes(op, whole))
     written = ~np.isnan(want)  # of pages, below a token's length
     assert np.isfinite(want).any() and np.array_equal(got[written], want[written])
+
+
+@pytest.mark.parametrize(
+    ("layout", "heads", "device", "power"),
+    [(V32, 5, HOPPER, 0), (V32, 33, SM120, 0), *((NOPE, 17, SM120, power) for power in (0, 40, -40))],
+)
+def test_scales_that_are_no_powers_of_two(layout: MlaLayout, heads: int, device: Device, power: int) -> None:
+    """A key's are apart by up to 2**6, those of keys by 2**12. Kernels that scale scores and P do not round them."""
+    case = make_case(3, heads, 100, 64, layout, with_lengths=True, cache_format=layout.name)
+    inputs = kit.make(case)
+    rng, stored = np.random.default_rng(1), inputs["cache"][..., 512:528]
+    scales = np.ascontiguousarray(stored).view(np.float32)
+    factors = rng.uniform(0.5, 1.0, scales.shape) * 2.0 ** rng.integers(-6, 1, scales.shape)
+    factors *= 2.0 ** (power - rng.integers(0, 13, (*scales.shape[:2], 1)))
+    stored[...] = (scales * factors).astype(np.float32).view(np.uint8)
+    attrs = {**case.attrs, "softmax_scale": 2.0**-power}
+    plan = plan_of(ATTENTION, replace(case, attrs=attrs, make=lambda _: kit.copies(inputs)), device)
+    assert plan is not None
+    out, lse = emulator.run(plan, kit.copies(inputs))
+    exact = inputs | {"q": inputs["q"].astype(np.float32)}
+    want, want_lse = ATTENTION.reference(**exact, **kit.attributes(ATTENTION, replace(case, attrs=attrs)))
+    assert np.abs(out.astype(np.float32) - want).max() < 2**-8 * np.abs(want).max()
+    kit.assert_close("lse", lse, want_lse, ATTENTION.outputs["lse"].agreement)
+
+
+def test_the_pad_behind_v4_scales_does_not_matter() -> None:
+    op, case, device = V4_OF_SM120
+    plan, results = plan_of(op, case, device), []
+    assert plan is not None
+    for byte in (0, 255):
+        inputs = kit.make(case)
+        pages, entries, row = inputs["cache"].shape
+        whole = inputs["cache"].reshape(pages, entries * row, copy=False)
+        whole[:, entries * V4.data :].reshape(pages, entries, V4.footer, copy=False)[..., V4.scales :] = byte
+        results.append(emulator.run(plan, inputs))
+    for one, other in zip(*results, strict=True):
+        kit.assert_bits_equal("with another byte", one, other)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -435,7 +472,7 @@ BACKWARD = "xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.kernel"
 ANY_ORDER_KERNEL = "xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.any_order"
 SM100_KERNEL = "xmla.core.ops.attention.sparse_mla.gluon_sm100.kernel"
 SM100_PRODUCERS = "xmla.core.ops.attention.sparse_mla.gluon_sm100.producers"
-SM120_KERNEL = "xmla.core.ops.attention.sparse_mla.gluon_sm120.kernel"
+SM120_KERNEL, SM120_PACKED = (f"xmla.core.ops.attention.sparse_mla.gluon_sm120.{name}" for name in ("kernel", "packed"))
 SM100_LOGITS = "xmla.core.ops.indexer.indexer_logits_paged.gluon_sm100.kernel"
 ROWS_KERNEL = "xmla.core.ops.selection.select_topk.gluon_sm90.kernel"
 PLACES = "xmla.core.ops.blocks.indexer_block_topk.gluon_sm90.kernel"
@@ -525,8 +562,10 @@ PLANTED = [
     Planted(LOGITS, RAGGED, "dots = warpgroup_mma_wait(0, deps=[dots])", "dots = warpgroup_mma_wait(1, deps=[dots])"),
     Planted(PAGED_LOGITS, PAGED, "async_copy.wait_group(STAGES - 2)", "async_copy.wait_group(STAGES - 1)"),
     Planted(FEW_HEADS, NARROW, "async_copy.wait_group(STAGES - 1)", "async_copy.wait_group(STAGES)"),
-    Planted(OF_SM120, SM120_KERNEL, "async_copy.wait_group(AHEAD - 1)", "async_copy.wait_group(AHEAD)"),
-    Planted(ROWS_OF_SM120, SM120_KERNEL, "else STAGES - 1\n", "else STAGES\n"),
+    Planted(OF_SM120, SM120_PACKED, "        async_copy.wait_group(0)\n        gl.barrier()", "        gl.barrier()"),
+    Planted(OF_SM120, SM120_PACKED, "    async_copy.wait_group(STAGES - 2)\n", ""),
+    Planted(OF_SM120, SM120_PACKED, "STAGES = gl.constexpr(3)", "STAGES = gl.constexpr(2)"),
+    Planted(ROWS_OF_SM120, SM120_KERNEL, "AHEAD: gl.constexpr = STAGES - 1", "AHEAD: gl.constexpr = STAGES"),
     Planted(WIDE_V32, PACKED, "mbarrier.init(shared.q_full, count=2)", "mbarrier.init(shared.q_full, count=1)"),
     Planted(ROWS, PLAIN_ROWS, "count=128 + (half != stage)", "count=128"),
     # Wrong phases.
@@ -722,7 +761,11 @@ PLANTED = [
     Planted(WIDE_V32, V32_PRODUCER, "(127 - exponent) * 0x800080", "(128 - exponent) * 0x800080"),
     Planted(FEW_HEADS, NARROW, "16, BLOCK_DIMS // 16)), (1, 0, 3, 2))",
             "16, BLOCK_DIMS // 16)), (1, 0, 2, 3))"),
-    Planted(V4_OF_SM120, SM120_KERNEL, "exponent << 23))", "exponent << 22))"),
+    Planted(V4_OF_SM120, SM120_PACKED, ">> 8 * TILE", ">> 4 * TILE"),
+    Planted(V4_OF_SM120, SM120_PACKED, "shared.shares.store(shares.to", "shared.shares.store(p.to"),
+    Planted(OF_SM120, SM120_PACKED, "0x7362", "0x7326"),
+    Planted(OF_SM120, SM120_PACKED, "(1, 0, 4, 3, 2)", "(1, 0, 4, 2, 3)"),
+    Planted(OF_SM120, SM120_PACKED, "shares = p *", "shares = p + 0 *"),
     Planted(LOGITS, RAGGED, "place // 16 * 16 + place // 2 % 2 * 8", "place // 16 * 16 + place // 4 % 2 * 8"),
     Planted(PAGED_LOGITS, PAGED, "offset_of(entry, 4, PAGE_SIZE)", "offset_of(entry, 8, PAGE_SIZE)"),
     Planted(DERIVATIVE, BACKWARD, "{x(i + 2 * half)}, u,", "{x(i + half)}, u,"),

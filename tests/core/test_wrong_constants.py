@@ -20,7 +20,7 @@ SERVED = {
     "derivative": PLAIN,
     "in any order": PLAIN,
 }  # layouts
-SERVED |= {"SM12x": {"v32", "v4", "v41", "v41_footer", "nope"} | PLAIN, "sm_100": {"v32", "v4"} | PLAIN}
+SERVED |= {"SM12x": {"v32", "v4", "nope"} | PLAIN, "sm_100": {"v32", "v4"} | PLAIN}
 FOLDERS = [Path(module.__file__).parent for module in (kernel, sm10x, sm12x, derivative, logits, marks, selection)]
 
 

@@ -90,7 +90,11 @@ def combinations(vectors: Sequence[Sequence[int]], shape: tuple[int, ...]) -> np
 @cache
 def offsets(layout: Any, shape: tuple[int, ...]) -> np.ndarray:
     """The place of each element in shared memory, in elements; axes before the layout's are of buffers in order."""
-    inner = shape[len(shape) - layout.rank :] if hasattr(layout, "rank") else shape[len(shape) - len(layout.order) :]
+    if isinstance(layout, gl.SharedLinearLayout):
+        rank = len(layout.offset_bases[0])
+    else:
+        rank = layout.rank if hasattr(layout, "rank") else len(layout.order)
+    inner = shape[len(shape) - rank :]
     vectors = divisions(layout)  # the parts of a cluster's CTAs are one behind the other
     if np.prod(inner) > 2 ** len(vectors):
         linear = bases(layout, inner)

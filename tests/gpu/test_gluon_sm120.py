@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from xmla import torch_api
-from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32, MlaLayout
+from xmla.core.formats.mla import NOPE, PLAIN, PLAIN_V4, V4, V32, MlaLayout
 from xmla.core.op import Case
 from xmla.core.ops.attention.sparse_mla.cases import make_case
 from xmla.core.registry import registry
@@ -32,23 +32,21 @@ def one_source(layout: MlaLayout, heads: int, keys: int) -> Case:
 
 def two_sources(layout: MlaLayout, heads: int, keys: int, extra: int) -> Case:
     """Attention over two sources of one format, of which a row has either or both."""
-    rotate = layout.rope_in_value
     return make_case(
-        4, heads, keys, 64, layout, with_lengths=True, with_sink=True, extra=(layout, extra, 2), rotate=rotate
-    )
+        4, heads, keys, 64, layout, with_lengths=True, with_sink=True, extra=(layout, extra, 2),
+        rotate=layout.rope_in_value, cache_format=layout.name, extra_cache_format=layout.name,
+    )  # fmt: skip
 
 
-ONE = [(layout, heads) for layout in (V32, PLAIN) for heads in (5, 33)] + [(V32, 128)]
-TWO = [(layout, heads) for layout in (V4, PLAIN_V4) for heads in (3, 64)]
-FULL = [(V32, 128, 0), (V4, 70, 100)]
+ONE = [(layout, heads) for layout in (V32, NOPE, PLAIN) for heads in (5, 33)] + [(V32, 128)]
+TWO = [(layout, heads) for layout in (V32, V4, PLAIN_V4) for heads in (3, 64)]
+FULL = [(V32, 128, 0), (V32, 70, 100), (V4, 70, 100)]
 
 
 def full(layout: MlaLayout, heads: int, extra: int) -> Case:
     """Several programs for every multiprocessor, none of which has a part of a row."""
-    second = (layout, extra, 64) if extra else None
-    return make_case(
-        600, heads, 130, 64, layout, with_lengths=True, with_sink=True, extra=second, rotate=second is not None
-    )
+    second = {"extra": (layout, extra, 64), "rotate": layout.rope_in_value} if extra else {}
+    return make_case(600, heads, 130, 64, layout, with_lengths=True, with_sink=True, **second)
 
 
 def agrees(case: Case) -> None:

@@ -1835,8 +1835,8 @@ def sparse_mla(
 
     Plans of compute capability 9.0 and 12.0 dequantise V3.2, V4 and "nvfp4" entries first if they are referenced 32
     times or more on average, T · min(K, P·R) ≥ 32 · P·R. They become rows of q's dtype, in at most 37 bytes of
-    workspace per slot. That is not done when extra_cache or batch_invariant is given, nor on 9.0 for 16 heads or fewer
-    over V3.2 entries.
+    workspace per slot. That is not done when extra_cache or batch_invariant is given, nor over V3.2 entries for 16
+    heads or fewer on 9.0, or for more on 12.0.
 
     Numerics: scores and sums are in float32, entries and probabilities are rounded to q's dtype. That is exact for
     quantised entries with power-of-two or e4m3 scales and bfloat16 q. Hopper's Gluon kernel differs in three ways. It
@@ -1844,7 +1844,8 @@ def sparse_mla(
     dim; "nvfp4" ones exactly. With 16 heads or fewer over V3.2's the weights that multiply the entries are held that
     way, not the entries. Either way values 2**-20 smaller than that lose bits. Results over parts of a row's keys are
     rounded to float16 too, relative to the largest of 256 dims, before they are added. Scores and sinks beyond
-    ±2.3e38 count as infinite.
+    ±2.3e38 count as infinite. SM12x's holds the weights of V3.2's, V4's and "nope" entries that way, but for V4's roped
+    dims, and results over parts of a row's keys relative to the largest of 128 dims.
 
     Gradients are products of operands in q's dtype, summed in float32. An entry's is exact to the last bit of a unit
     that a bound of its summands sets. Without `deterministic` it is a sum of n summands x, one for each slot and block
@@ -1860,11 +1861,11 @@ def sparse_mla(
         ((1, 2, 512), [1.0, 1.0])
 
     Implementations, best first:
-        gluon: compute capability 9.0 or 12.0; one source of 'v32', 'nvfp4' or 'v4' entries, no batch_invariant, more
-            heads than 16 of 'v32' on 9.0; entries that slots name 32 times on average; queries on multiples of 16
-            bytes.
-        gluon: compute capability 12.0 or 12.1; 'v32' or 'v4' or 'plain' or 'plain_v4' entries; bfloat16 queries over
-            packed entries; one source, or two of one format; rows on multiples of 16 bytes.
+        gluon: compute capability 9.0 or 12.0; one source of 'v32', 'nvfp4' or 'v4' entries, no batch_invariant, of
+            'v32' more heads than 16 on 9.0, no more on 12.0; entries that slots name 32 times on average; queries on
+            multiples of 16 bytes.
+        gluon: compute capability 12.0 or 12.1; 'v32' or 'v4' or 'nope' or 'plain' or 'plain_v4' entries; bfloat16
+            queries over packed entries; one source, or two of one format; rows on multiples of 16 bytes.
         gluon: compute capability 9.0; 'v32' or 'v4' or 'nvfp4' or 'plain' or 'plain_v4' entries; bfloat16 queries over
             packed entries; one source, or two of one format but 'v32' or 'nvfp4'; rows on multiples of 16 bytes, or 4
             for queries over packed entries.

@@ -23,7 +23,6 @@ from xmla.core.ops.attention.sparse_mla.gluon_sm90.common import (
     load_slots,
 )
 from xmla.core.ops.attention.sparse_mla.gluon_sm90.plain import copy_columns
-from xmla.core.ops.attention.sparse_mla.gluon_sm120.kernel import decode_ue8m0
 
 COPIES = gl.constexpr(gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])))  # 4 × 128 bytes a warp
 BLOCK_DIMS = gl.constexpr(64)  # as many as the roped ones; a scale is of one or two blocks
@@ -54,6 +53,14 @@ PAIRS = gl.constexpr(
 OF_BLOCKS = gl.constexpr(gl.SliceLayout(2, WORDS.value))  # [TILE_KEYS, BLOCKS]
 ROWS = gl.constexpr(gl.SliceLayout(1, OF_BLOCKS.value))  # [TILE_KEYS]
 PAIR_ROWS = gl.constexpr(gl.SliceLayout(1, PAIRS.value))
+
+
+@gluon.jit
+def decode_ue8m0(byte):
+    """float32 scales of UE8M0 bytes: 0 is 2**-127, below the normal numbers, and 255 is NaN."""
+    exponent = byte.to(gl.int32)
+    bits = gl.where(exponent == 0, 0x00400000, gl.where(exponent == 255, 0x7FC00000, exponent << 23))
+    return bits.to(gl.float32, bitcast=True)
 
 
 @gluon.jit

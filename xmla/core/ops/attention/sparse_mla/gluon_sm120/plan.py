@@ -1,22 +1,17 @@
 from dataclasses import replace
 
 from xmla.core.call import Problem
-from xmla.core.formats.mla import PLAIN, PLAIN_V4, V4, V32
+from xmla.core.formats.mla import NOPE, PLAIN, PLAIN_V4, V4, V32
 from xmla.core.ops.attention.sparse_mla.conditions import BFLOAT16_QUERIES, between_rows, entries_of, one_format
-from xmla.core.ops.attention.sparse_mla.gluon_sm120.kernel import (
-    BLOCK_N,
-    GROUPS,
-    STAGES,
-    WARPS,
-    sparse_mla_sm120_kernel,
-)
+from xmla.core.ops.attention.sparse_mla.gluon_sm120.common import BLOCK_N, GROUPS, WARPS
+from xmla.core.ops.attention.sparse_mla.gluon_sm120.kernel import STAGES, sparse_mla_sm120_kernel
 from xmla.core.ops.attention.sparse_mla.plan import MAX_HEADS
 from xmla.core.ops.attention.sparse_mla.splits import Config, attention_plan
 from xmla.core.plan import Condition, Implementation, Plan, on_gpus
 from xmla.core.values import Device, cdiv
 
 FEW = 8  # programs of 32 heads for so many SMs leave them idle, though keys are split
-FORMATS = (V32, V4, PLAIN, PLAIN_V4)
+FORMATS = (V32, V4, NOPE, PLAIN, PLAIN_V4)
 
 
 def configure(tokens: int, heads: int, device: Device) -> Config:
