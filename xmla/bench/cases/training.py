@@ -18,7 +18,7 @@ from xmla.torch_api._all_ops import TORCH_OPS
 # Heads, dims, keys per token, tokens: fewer heads; then the shapes of cuDNN's backward of sparse attention (V4-Flash,
 # V4-Pro, GLM, V3.2). With the most tokens sums exceed the L2 cache, and the last case has more than 2**31 numbers.
 SHAPES = (
-    (16, 576, 2048, 4096), (32, 576, 2048, 4096),
+    *((heads, 576, 2048, tokens) for tokens in (4096, 8192) for heads in (16, 32)),
     *((*shape, tokens) for tokens in (4096, 8192, 32768)
       for shape in ((64, 512, 640), (128, 512, 1152), (64, 576, 2048), (128, 576, 2048))),
 )  # fmt: skip
