@@ -30,6 +30,7 @@ UNREAD = {
     # One kernel for either way to add, and a launch before them has left out the slots past a length.
     "sparse_mla_backward_sm90_kernel": {"DETERMINISTIC", "SOURCE.HAS_LENGTHS"},
     "sparse_mla_backward_any_order_sm90_kernel": {"DETERMINISTIC", "SOURCE.HAS_LENGTHS"},
+    "sparse_mla_backward_dq_sm90_kernel": {"DETERMINISTIC", "SOURCE.HAS_LENGTHS"},
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.formats.mla import NOPE, NVFP4, PLAIN, PLAIN_V4, V4, V32, MlaLayout
 from xmla.core.op import Case, Op, plan_call
 from xmla.core.ops.attention.sparse_mla import unpack
-from xmla.core.ops.attention.sparse_mla.backward.cases import backward_of
+from xmla.core.ops.attention.sparse_mla.backward.cases import backward_of, duplicates, with_large_gradients
 from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90 import plan as backward_plan
 from xmla.core.ops.attention.sparse_mla.cases import make_case
 from xmla.core.ops.blocks.indexer_block_logits.cases import with_blocks
@@ -96,8 +96,10 @@ AT_PLACES = registry()["indexer_block_topk"], TWICE, HOPPER
 MAXIMA = registry()["indexer_blocks"], registry()["indexer_blocks"].cases[2], HOPPER
 NO_NEWEST = MAXIMA[0], causal(blocks_case("no newest", 4, 0, topk_case("", 9, 32, 700, 150, dim=128))), HOPPER
 PAGED_LOGITS = registry()["indexer_logits_paged"], paged_case((9, 1500), 128), HOPPER
-DERIVATIVE = registry()["sparse_mla_backward"], backward_of(make_case(1, 2, 100, 16, PLAIN)), HOPPER
+DERIVATIVE = registry()["sparse_mla_backward"], backward_of(make_case(1, 40, 100, 16, PLAIN)), HOPPER
 ANY_ORDER = DERIVATIVE[0], backward_of(make_case(1, 2, 200, 16, PLAIN, deterministic=False)), HOPPER
+# Tokens with few heads, which add to entries together: one is in a group of its own.
+TOGETHER = DERIVATIVE[0], backward_of(make_case(5, 2, 150, 16, PLAIN, with_lengths=True)), HOPPER
 
 
 def over_one_page(case: Case, layout: MlaLayout = V32) -> Case:
@@ -232,6 +234,9 @@ MORE = [
     (ATTENTION, make_case(3, 70, 200, 64, V4, with_lengths=True), SM100),
     (ATTENTION, make_case(1, 17, 600, 64, V32, with_sink=True), B200),
     (ATTENTION, make_case(2, 3, 1100, 64, V4, extra=(V4, 130, 64), batch_invariant=True), SM100),
+    DERIVATIVE,
+    (DERIVATIVE[0], backward_of(make_case(6, 32, 70, 16, PLAIN_V4, with_lengths=True)), HOPPER),
+    (DERIVATIVE[0], backward_of(make_case(3, 20, 40, 3, PLAIN, with_sink=True), with_dlse=True), HOPPER),
     LOGITS_OF_SM100,
     (PAGED_LOGITS[0], paged_case((3000, 9), 64, heads=128), SM100),
     (PAGED_LOGITS[0], paged_case((500, 900, 3), 192, next_n=4, shuffled=True), SM100),
@@ -332,6 +337,56 @@ def test_launches_of_some_tokens_have_the_results_of_one(deterministic: bool, mo
     assert len(parts.launches) == len(whole.launches) + 2 and programs(parts) == programs(whole) == 10
     results = [emulator.run(plan, kit.copies(kit.make(case))) for plan in (whole, parts)]
     assert all(a.tobytes() == b.tobytes() for a, b in zip(*results, strict=True))  # programs run in the same order
+
+
+def another_plan(monkeypatch: pytest.MonkeyPatch, name: str, value: int, case: Case) -> Plan:
+    """The derivative's plan where a constant of its plans has another value."""
+    monkeypatch.setattr(backward_plan, name, value)
+    plan = plan_of(DERIVATIVE[0], case, replace(HOPPER, name=f"another, with its own {name}"))
+    assert plan is not None
+    return plan
+
+
+SUMMANDS = {
+    "random": TOGETHER[1],
+    "of any size, often of one entry": with_large_gradients(backward_of(duplicates(200))),
+}
+
+
+@pytest.mark.parametrize("kind", SUMMANDS)
+def test_entries_gradients_do_not_depend_on_who_adds_together(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are those of the kernel that adds each token's by itself, which more heads have."""
+    case = SUMMANDS[kind]
+    together, inputs = plan_of(DERIVATIVE[0], case, HOPPER), kit.make(case)
+    apart = another_plan(monkeypatch, "FEW_HEADS", 0, case)
+    assert together is not None and together != apart
+    results = [emulator.run(plan, kit.copies(inputs))[1] for plan in (together, apart)]
+    kit.assert_bits_equal("dcache", *results)
+
+
+def test_launches_of_some_groups_have_the_results_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = TOGETHER[1]
+    whole, parts = plan_of(*TOGETHER), another_plan(monkeypatch, "FACTORS_BYTES", 0, case)
+    assert whole is not None and len(parts.launches) == len(whole.launches) + 3
+    results = [emulator.run(plan, kit.copies(kit.make(case))) for plan in (whole, parts)]
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("name", ["q", "dout"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_token_that_is_not_finite_leaves_those_beside_it_alone(name: str, value: float) -> None:
+    op, case, _ = TOGETHER
+    plan, inputs = plan_of(*TOGETHER), kit.make(case)
+    assert plan is not None
+    before = emulator.run(plan, kit.copies(inputs))
+    token = int(np.flatnonzero(inputs["lengths"] > 0)[1])
+    inputs[name][token, 1, 7] = value
+    dq, dcache, *_ = emulator.run(plan, kit.copies(inputs))
+    with np.errstate(all="ignore"):
+        want = op.reference(**inputs, **kit.attributes(op, case))
+    others = np.arange(len(dq)) != token
+    kit.assert_bits_equal("dq of others", dq[others], before[0][others])
+    assert np.array_equal(np.isnan(dcache), np.isnan(want[1])) and np.isnan(dcache).any()
 
 
 @pytest.mark.parametrize(("device", "asked"), [(HOPPER, "gluon"), (SM100, "gluon_sm100"), (SM120, "gluon")])
@@ -469,6 +524,8 @@ PACKED, CONSUMERS, V32_PRODUCER, NVFP4_PRODUCER, V4_PRODUCER = (
 PLAIN_ROWS, COMMON, NARROW = (f"{SM90}.{name}" for name in ("plain", "common", "few_heads"))
 CLUSTERED = "xmla.core.ops.selection.select_topk.gluon_sm90_cluster.kernel"
 BACKWARD = "xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.kernel"
+DQ_KERNEL = "xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.queries"
+DCACHE_KERNEL = "xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.entries"
 ANY_ORDER_KERNEL = "xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.any_order"
 SM100_KERNEL = "xmla.core.ops.attention.sparse_mla.gluon_sm100.kernel"
 SM100_PRODUCERS = "xmla.core.ops.attention.sparse_mla.gluon_sm100.producers"
@@ -769,6 +826,16 @@ PLANTED = [
     Planted(LOGITS, RAGGED, "place // 16 * 16 + place // 2 % 2 * 8", "place // 16 * 16 + place // 4 % 2 * 8"),
     Planted(PAGED_LOGITS, PAGED, "offset_of(entry, 4, PAGE_SIZE)", "offset_of(entry, 8, PAGE_SIZE)"),
     Planted(DERIVATIVE, BACKWARD, "{x(i + 2 * half)}, u,", "{x(i + half)}, u,"),
+    Planted(TOGETHER, DQ_KERNEL, "async_copy.wait_group(1)", "async_copy.wait_group(2)"),
+    Planted(TOGETHER, DQ_KERNEL, "factors.store(ds)\n        fence_async_shared()\n", "factors.store(ds)\n"),
+    Planted(TOGETHER, DQ_KERNEL, "copy_entries(cache_ptr, slot, stage, entries, C)",
+            "copy_entries(cache_ptr, slot, (tile + 1) % STAGES, entries, C)"),
+    Planted(TOGETHER, DQ_KERNEL, "gl.store(row + HEADS, ds, mask=key_ok)", "gl.store(row + HEADS, p, mask=key_ok)"),
+    Planted(TOGETHER, DCACHE_KERNEL, "async_copy.wait_group(STAGES - 2)", "async_copy.wait_group(STAGES - 1)"),
+    Planted(TOGETHER, DCACHE_KERNEL, "num_keys, (tile + STAGES - 1) % STAGES,", "num_keys, tile % STAGES,"),
+    Planted(TOGETHER, DCACHE_KERNEL, "p.slice(TOKEN * TILE_KEYS,", "p.slice(0 * TILE_KEYS,"),
+    Planted(TOGETHER, DCACHE_KERNEL, "(token + number < num_tokens) & ", ""),
+    Planted(TOGETHER, DCACHE_KERNEL, "low{half}, low{half}, {each};", "low{half}, low0, {each};"),
 ]  # fmt: skip
 SEEDS = 4
 

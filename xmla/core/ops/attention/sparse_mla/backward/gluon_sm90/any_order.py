@@ -35,6 +35,7 @@ from xmla.core.lang.offsets import gluon_offset_of as offset_of
 from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.common import (
     PIECE_DIMS,
     VALUE_PIECES,
+    against,
     columns_of,
     copy_rows,
     derive,
@@ -75,12 +76,6 @@ class Shared(NamedTuple):
     empty: Any
     p_full: Any
     p_empty: Any
-
-
-@gluon.constexpr_function
-def against(dims):
-    """Products with so many dims as columns."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, dims, 16])
 
 
 S_LAYOUT = gl.constexpr(against.fn(TILE_KEYS.value))

@@ -78,6 +78,12 @@ def start(
 
 
 @gluon.constexpr_function
+def against(columns):
+    """Products of 64 rows with so many columns."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
+
+@gluon.constexpr_function
 def columns_of(dims):
     """Shared memory of 16-bit matrices with rows of so many dims."""
     return gl.NVMMASharedLayout(swizzle_byte_width=2 * dims, element_bitwidth=16, rank=2)

@@ -2,25 +2,41 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from xmla.core.call import Problem
+from xmla.core.formats.mla import MlaLayout
 from xmla.core.ops.attention.sparse_mla.backward.constants import Products
 from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.any_order import (
     TAIL_DIMS,
     sparse_mla_backward_any_order_sm90_kernel,
 )
 from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.common import PIECE_DIMS
+from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.entries import TILE_KEYS as MERGED_TILE_KEYS
+from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.entries import sparse_mla_backward_dcache_sm90_kernel
 from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.kernel import TILE_KEYS, sparse_mla_backward_sm90_kernel
+from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.merge import MOST_COUNTED, TOKENS, merge_slots_kernel
 from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.order import MOST_KEYS, order_slots_kernel
+from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.queries import sparse_mla_backward_dq_sm90_kernel
 from xmla.core.ops.attention.sparse_mla.backward.packed import over_rows, unpacking
-from xmla.core.ops.attention.sparse_mla.backward.stages import around, in_any_order, product_constants
+from xmla.core.ops.attention.sparse_mla.backward.stages import around, entries_of, in_any_order, product_constants
 from xmla.core.ops.attention.sparse_mla.gluon_sm90.common import TILE_HEADS, VALUE_DIMS
-from xmla.core.plan import ON_HOPPER, Condition, Implementation, Launch, Plan, Rows, divided
+from xmla.core.plan import ON_HOPPER, Condition, Constants, Implementation, Launch, Plan, Rows, clear, divided
 from xmla.core.values import Device, Spec, cdiv, next_power_of_2
 
 MMA_K = 16  # of a wgmma's 16-bit operands
 ORDERED_ROWS = 8  # of slots at a time
 BYTES_OF_AN_ELEMENT = 2 + 4  # of an entry, and of its sum or that of low parts
 CACHED_BYTES = 32 << 20  # of entries and sums; more exceed the L2 cache, of which an H100 has 50 MB
+FEW_HEADS = 32  # at most, whose tokens' summands are added together
+MOST_ENTRIES = 1 << 17  # of which a program reads all between a group's least and greatest
+COUNTERS = 2  # programs on an SM that count the slots of groups
+COUNTED_BYTES = 64 << 20  # of all programs' counts
+ADDING_REGISTERS: int | None = 168  # of a thread, so that three CTAs fit on an SM
+FACTORS_BYTES = 256 << 20  # of P and dS that are kept
 WAVES = 4  # of CTAs in a launch: 8 take up to 17 % longer on an H100, all up to 83 %
+
+
+def summed_heads(heads: int) -> int:
+    """Heads over which entries' gradients are summed, a power of two: rows past the last head are zeros."""
+    return min(max(next_power_of_2(heads), MMA_K), TILE_HEADS.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +64,37 @@ class HopperProducts(Products):
 
     @property
     def SUMMED_HEADS(self) -> int:
-        """Heads over which entries' gradients are summed, a power of two: rows past the last head are zeros."""
-        return min(max(next_power_of_2(self.HEADS), MMA_K), TILE_HEADS.value)
+        return summed_heads(self.HEADS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergedEntries(Constants):
+    """Constants of the kernel that adds what a few tokens give an entry."""
+
+    HEADS: int
+    Q_STRIDE_T: int
+    Q_STRIDE_H: int
+    DOUT_STRIDE_T: int
+    DOUT_STRIDE_H: int
+    LAYOUT: MlaLayout
+
+    @property
+    def SUMMED_HEADS(self) -> int:
+        return summed_heads(self.HEADS)
+
+    @property
+    def STAGES(self) -> int:
+        """Tiles of P and dS in shared memory."""
+        return 2 if self.SUMMED_HEADS > MMA_K else 3
+
+    @property
+    def PART_PIECES(self) -> int:
+        """Pieces of dims of a CTA: few enough that several CTAs fit on an SM."""
+        return 1 if self.SUMMED_HEADS > MMA_K else 3 if self.LAYOUT.tail else 2
+
+    @property
+    def PARTS(self) -> int:
+        return self.LAYOUT.dims // PIECE_DIMS.value // self.PART_PIECES
 
 
 def tokens_of_a_launch(problem: Problem, device: Device, head_blocks: int) -> int:
@@ -63,8 +108,85 @@ def tokens_of_a_launch(problem: Problem, device: Device, head_blocks: int) -> in
     return max(WAVES * device.num_sms // head_blocks, 1)
 
 
+def merges(problem: Problem) -> bool:
+    """Whether heads are few, and slots few enough to be counted."""
+    return problem["H"] <= FEW_HEADS and problem["K"] <= MOST_COUNTED.value and entries_of(problem, "") <= MOST_ENTRIES
+
+
+def merged(problem: Problem, device: Device) -> Plan:
+    """Of some tokens at a time: slots in order and merged, dq, then the entries' gradients of a few tokens at once."""
+    tokens, keys, entries = problem["T"], problem["K"], entries_of(problem, "")
+    constants = HopperProducts(**product_constants(problem))
+    adding = MergedEntries(
+        HEADS=constants.HEADS,
+        Q_STRIDE_T=constants.Q_STRIDE_T,
+        Q_STRIDE_H=constants.Q_STRIDE_H,
+        DOUT_STRIDE_T=constants.DOUT_STRIDE_T,
+        DOUT_STRIDE_H=constants.DOUT_STRIDE_H,
+        LAYOUT=constants.LAYOUT,
+    )
+    group = TOKENS.value
+    of_a_token = max(keys * 2 * constants.SUMMED_HEADS * 2, 1)
+    most = max(FACTORS_BYTES // of_a_token // group, 1) * group
+    most_groups = cdiv(min(most, tokens), group)
+    programs = max(min(most_groups, COUNTERS * device.num_sms, COUNTED_BYTES // (8 * entries)), 1)
+    merge = Launch(
+        merge_slots_kernel,
+        grid=(programs,),
+        outputs=("counts", "ordered", "ends", "places", "units", "ranks", "merged_ends"),
+        arrays=problem.stand_ins(lengths="slots"),
+        sizes={
+            "num_slots": entries, "num_keys": keys, "slot_stride": problem.specs["slots"].stride(0),
+            "num_tokens": tokens, "first_token": 0, "num_groups": 0,
+        },
+        constexprs={"HAS_LENGTHS": problem.has("lengths"), "BLOCK": 1024},
+        num_warps=8,
+    )  # fmt: skip
+    dq = Launch(
+        sparse_mla_backward_dq_sm90_kernel,
+        grid=(0,),
+        outputs=("references", "factors", "dq"),
+        arrays={"lse": "forward_lse"} | problem.stand_ins(dlse="forward_lse"),
+        sizes={"num_keys": keys, "first_token": 0},
+        constexprs={"C": constants},
+        num_stages=1,
+    )
+    dcache = Launch(
+        sparse_mla_backward_dcache_sm90_kernel,
+        grid=(0,),
+        outputs=("sums",),
+        sizes={"num_slots": entries, "num_keys": keys, "num_tokens": tokens, "first_token": 0},
+        constexprs={"C": adding},
+        num_stages=1,
+        max_registers=ADDING_REGISTERS,
+    )
+    launches = [clear("counts", programs * entries * 2)]
+    for rows in divided(tokens, most) or [Rows(0, 0)]:
+        groups = cdiv(rows.count, group)
+        launches += [
+            replace(merge, grid=(min(programs, groups),)).with_sizes(first_token=rows.first, num_groups=groups),
+            replace(dq, grid=(rows.count,)).with_sizes(first_token=rows.first),
+            replace(dcache, grid=(groups * adding.PARTS,)).with_sizes(first_token=rows.first),
+        ]
+    workspace = {
+        "counts": Spec((programs, entries, 2), "int32"),
+        "ordered": Spec((most_groups * group, keys), "int32"),
+        "ends": Spec((most_groups * group,), "int32"),
+        "places": Spec((most_groups, group * keys), "int32"),
+        "units": Spec((most_groups, group * keys), "int32"),
+        "ranks": Spec((most_groups, group, group * keys), "int32"),
+        "merged_ends": Spec((most_groups,), "int32"),
+        "factors": Spec((most_groups * group, keys, 2, constants.SUMMED_HEADS), "bfloat16"),
+    }
+    tile_keys = MERGED_TILE_KEYS.value
+    touched = cdiv(group * keys, tile_keys) * tile_keys  # past the last slot 0 is added to the entry of that place
+    return around(problem, launches, additions=1, paired=True, touched=touched, workspace=workspace)
+
+
 def plan(problem: Problem, device: Device) -> Plan:
     """Slots in order, then one kernel for all products."""
+    if problem.attrs.deterministic and merges(problem):
+        return merged(problem, device)
     deterministic, tokens = problem.attrs.deterministic, problem["T"]
     constants = HopperProducts(**product_constants(problem))
     order = Launch(
