@@ -22,6 +22,7 @@ from xmla.core.models.v4 import ModelConfigV4
 from xmla.core.models.v32 import ModelConfig
 from xmla.core.models.v41 import ModelConfigV41
 from xmla.core.op import Case, Op, plan_call
+from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.plan import FACTORS_BYTES, FEW_HEADS
 from xmla.core.ops.slots.map_slots.kernels import map_slots_kernel
 from xmla.core.plan import Launch, Plan
 from xmla.core.registry import registry
@@ -479,6 +480,37 @@ def test_a_launch_in_turn_waits_for_nothing(plan: str) -> None:
 def test_few_heads_have_a_tile_of_their_own_on_hopper(heads: int, padding: int, invariant: bool, tile: int) -> None:
     plan = attention(64, heads, 2048, H200, padding, batch_invariant=invariant)
     assert plan.launches[0].constants["BLOCK_H"] == tile
+
+
+@pytest.mark.parametrize(
+    ("heads", "keys", "entries", "deterministic", "together"),
+    [
+        (1, 2048, 4096, True, True),
+        (FEW_HEADS, 2**15 - 1, 1 << 17, True, True),
+        (FEW_HEADS + 1, 2048, 4096, True, False),
+        (FEW_HEADS, 2**15, 1 << 17, True, False),  # counts of 15 bits
+        (FEW_HEADS, 2048, (1 << 17) + 1, True, False),
+        (FEW_HEADS, 2048, 4096, False, False),
+    ],
+)
+@pytest.mark.parametrize("tokens", [0, 1, 4096])
+def test_tokens_with_few_heads_add_to_entries_together(
+    tokens: int, heads: int, keys: int, entries: int, deterministic: bool, together: bool
+) -> None:
+    """Whatever the number of tokens: the order of a token's keys, and so the bits of dq, do not depend on it."""
+    values = Spec((tokens, heads, 512), "bfloat16")
+    specs = {
+        "q": Spec((tokens, heads, 576), "bfloat16"), "cache": Spec((entries, 1, 576), "bfloat16"),
+        "slots": Spec((tokens, keys), "int32"), "forward_out": values,
+        "forward_lse": Spec((tokens, heads), "float32"), "dout": values,
+    }  # fmt: skip
+    plan = Call("sparse_mla_backward", specs, {"softmax_scale": 1.0, "deterministic": deterministic}).plan(H200)
+    names = [launch.name for launch in plan.launches]
+    assert ("merge_slots_kernel" in names) == together != ("order_slots_kernel" in names)
+    if together:
+        of_queries = [launch.grid[0] for launch in plan.launches if launch.name == "sparse_mla_backward_dq_sm90_kernel"]
+        assert sum(of_queries) == tokens
+        assert plan.buffers["factors"].nbytes <= FACTORS_BYTES
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ In a call's order (stages.py); those of entries once for each source:
     prepare_kernel              some heads of a token: the softmax's denominator, dout · out, bounds of summands
     bound_sums_kernel           a token: of each of its entries the greatest bound of a summand
     ── all tokens have ended: the unit of each entry's sums is known ──
-    sparse_mla_dq_kernel        a tile of heads of a token: dq                     (on Hopper one kernel for both, in
-    sparse_mla_dcache_kernel    a tile of a token's entries: their summands         gluon_sm90, over slots in order)
+    sparse_mla_dq_kernel        a tile of heads of a token: dq                     (on Hopper, in gluon_sm90, over slots
+    sparse_mla_dcache_kernel    a tile of a token's entries: their summands         in order: one kernel, or for few
+                                                                                    heads two)
     ── all summands are added ──
     round_sums_kernel           some entries: the sums, rounded to dcache
     sum_sinks_kernel            a head: dsink
