@@ -114,7 +114,7 @@ def merges(problem: Problem) -> bool:
 
 
 def merged(problem: Problem, device: Device) -> Plan:
-    """Of some tokens at a time: slots in order and merged, dq, then the entries' gradients of a few tokens at once."""
+    """Slots in order and merged, dq, then the entries' gradients of a few tokens at once; for some tokens at a time."""
     tokens, keys, entries = problem["T"], problem["K"], entries_of(problem, "")
     constants = HopperProducts(**product_constants(problem))
     adding = MergedEntries(
