@@ -22,7 +22,7 @@ from xmla.core.models.v4 import ModelConfigV4
 from xmla.core.models.v32 import ModelConfig
 from xmla.core.models.v41 import ModelConfigV41
 from xmla.core.op import Case, Op, plan_call
-from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.plan import FACTORS_BYTES, FEW_HEADS
+from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.plan import FACTORS_BYTES, FEW_HEADS, LEAST_KEYS
 from xmla.core.ops.slots.map_slots.kernels import map_slots_kernel
 from xmla.core.plan import Launch, Plan
 from xmla.core.registry import registry
@@ -485,7 +485,8 @@ def test_few_heads_have_a_tile_of_their_own_on_hopper(heads: int, padding: int, 
 @pytest.mark.parametrize(
     ("heads", "keys", "entries", "deterministic", "together"),
     [
-        (1, 2048, 4096, True, True),
+        (1, LEAST_KEYS, 4096, True, True),
+        (1, LEAST_KEYS - 1, 4096, True, False),
         (FEW_HEADS, 2**15 - 1, 1 << 17, True, True),
         (FEW_HEADS + 1, 2048, 4096, True, False),
         (FEW_HEADS, 2**15, 1 << 17, True, False),  # counts of 15 bits

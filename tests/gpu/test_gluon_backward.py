@@ -56,6 +56,23 @@ def test_tile_edges(deterministic: bool, keys: int, heads: int, layout: MlaLayou
     agrees_by_norm(backward_of(case, with_dlse=True), deterministic)
 
 
+@pytest.mark.parametrize("layout", [PLAIN, PLAIN_V4], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("heads", [1, 5, 16])
+@pytest.mark.parametrize("tokens", [1, 4, 7, 40])
+def test_tokens_with_few_heads_that_add_together(tokens: int, heads: int, layout: MlaLayout) -> None:
+    """A token has the bits that it has alone, whatever is in those beside it."""
+    case = backward_of(make_case(tokens, heads, 1100, 7, layout, with_lengths=True))
+    agrees_by_norm(case, True)
+    inputs = kit.make(case)
+    together = differentiate(kit.copies(inputs), case)[0]
+    token, own = tokens - 1, {name for name, tensor in OP.tensors.items() if tensor.axes.split()[0] == "T"}
+    alone = {name: array[token:] if name in own else array for name, array in inputs.items()}
+    kit.assert_bits_equal("dq", differentiate(alone, case)[0], together[token:])
+    for name in ("q", "dout"):
+        inputs[name][:token] = np.nan
+    kit.assert_bits_equal("dq", differentiate(inputs, case)[0][token:], together[token:])
+
+
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_when_every_multiprocessor_has_several_programs(deterministic: bool) -> None:
     agrees_by_norm(backward_of(make_case(300, 128, 130, 64, PLAIN, with_lengths=True)), deterministic)

@@ -67,6 +67,7 @@ def backward_of(case: Case, with_dlse: bool = False) -> Case:
 # In any order entries have two summands at most, as slots of two tokens or blocks of heads: those have one sum.
 CASES = (
     backward_of(make_case(3, 5, 33, 16, PLAIN, with_lengths=True, padding=8)),
+    backward_of(make_case(3, 2, 1030, 64, PLAIN, with_lengths=True)),
     backward_of(make_case(2, 40, 40, 1, PLAIN, with_sink=True), with_dlse=True),
     backward_of(make_case(2, 3, 33, 53, PLAIN, F16, with_sink=True, lse_sink=True, lse_base="2"), with_dlse=True),
     backward_of(make_case(3, 17, 40, 5, PLAIN_V4, with_lengths=True, with_sink=True, extra=(PLAIN_V4, 30, 64))),

@@ -28,6 +28,7 @@ from xmla.core.ops.attention.sparse_mla.gluon_sm90.plain import copy_columns
 
 TOKENS = gl.constexpr(_TOKENS.value)
 TILE_KEYS = gl.constexpr(32)
+STAGES = gl.constexpr(3)  # of P and dS
 FACTOR_ROWS = gl.constexpr(TOKENS.value * TILE_KEYS.value)  # of P and of dS: the tile's keys of each token
 PIECE_LAYOUT = gl.constexpr(against.fn(TILE_KEYS.value))
 ADDED = gl.constexpr(8)  # elements of a thread that are added by one piece of PTX
@@ -170,7 +171,6 @@ def sparse_mla_backward_dcache_sm90_kernel(
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     HEADS: gl.constexpr = C.SUMMED_HEADS
     PIECES: gl.constexpr = C.PART_PIECES
-    STAGES: gl.constexpr = C.STAGES
     ROWS: gl.constexpr = gl.SliceLayout(1, rows_of(PIECE_DIMS))
     FACTORS: gl.constexpr = gl.SliceLayout(1, rows_of(HEADS))
     ROW: gl.constexpr = columns_of(PIECE_DIMS)

@@ -25,11 +25,12 @@ MMA_K = 16  # of a wgmma's 16-bit operands
 ORDERED_ROWS = 8  # of slots at a time
 BYTES_OF_AN_ELEMENT = 2 + 4  # of an entry, and of its sum or that of low parts
 CACHED_BYTES = 32 << 20  # of entries and sums; more exceed the L2 cache, of which an H100 has 50 MB
-FEW_HEADS = 32  # at most, whose tokens' summands are added together
+FEW_HEADS = MMA_K  # at most, whose tokens' summands are added together: more take longer than a token a tile
+LEAST_KEYS = 1024  # of a token, for that: fewer random keys are rarely those of its neighbours
 MOST_ENTRIES = 1 << 17  # of which a program reads all between a group's least and greatest
 COUNTERS = 2  # programs on an SM that count the slots of groups
 COUNTED_BYTES = 64 << 20  # of all programs' counts
-ADDING_REGISTERS: int | None = 168  # of a thread, so that three CTAs fit on an SM
+ADDING_REGISTERS = 168  # of a thread, so that three CTAs fit on an SM
 FACTORS_BYTES = 256 << 20  # of P and dS that are kept
 WAVES = 4  # of CTAs in a launch: 8 take up to 17 % longer on an H100, all up to 83 %
 
@@ -83,14 +84,9 @@ class MergedEntries(Constants):
         return summed_heads(self.HEADS)
 
     @property
-    def STAGES(self) -> int:
-        """Tiles of P and dS in shared memory."""
-        return 2 if self.SUMMED_HEADS > MMA_K else 3
-
-    @property
     def PART_PIECES(self) -> int:
         """Pieces of dims of a CTA: few enough that several CTAs fit on an SM."""
-        return 1 if self.SUMMED_HEADS > MMA_K else 3 if self.LAYOUT.tail else 2
+        return 3 if self.LAYOUT.tail else 4
 
     @property
     def PARTS(self) -> int:
@@ -109,8 +105,13 @@ def tokens_of_a_launch(problem: Problem, device: Device, head_blocks: int) -> in
 
 
 def merges(problem: Problem) -> bool:
-    """Whether heads are few, and slots few enough to be counted."""
-    return problem["H"] <= FEW_HEADS and problem["K"] <= MOST_COUNTED.value and entries_of(problem, "") <= MOST_ENTRIES
+    """Whether heads are few, and a token's slots enough to be shared and few enough to be counted.
+
+    The number of tokens does not matter, so that the order of a token's keys, and with it the bits of dq, do not follow
+    from the batch.
+    """
+    few, keys = problem["H"] <= FEW_HEADS, problem["K"]
+    return few and LEAST_KEYS <= keys <= MOST_COUNTED.value and entries_of(problem, "") <= MOST_ENTRIES
 
 
 def merged(problem: Problem, device: Device) -> Plan:
