@@ -156,6 +156,15 @@ TIED = SELECTION, within_wider_rows(selection_case(3, 9001, 512, "ties", with_st
 FEW_NUMBERS = SELECTION, selection_case(2, 9001, 700, "NaN"), HOPPER
 
 
+def just_below_the_bound() -> np.ndarray:
+    """A row of 16384 columns of which 2048 reach the bound, 256 in each CTA, while others share the bin of the last."""
+    below_greatest = np.concatenate([[1204, 1200], np.linspace(0, 1195, 255), np.linspace(1210, 4095, 255)])
+    keys = np.float32(2).view(np.int32) - 1 - below_greatest.astype(np.int32)
+    values = np.full((2, 8, 256, 4), -100, np.float32)  # of tiles, CTAs, threads
+    values[..., 0] = keys.view(np.float32).reshape(2, 1, 256)
+    return values.reshape(16384)
+
+
 def row_of(kind: str, columns: int, length: int, k: int = 2048, starts: bool = False) -> Case:
     """A selection of two rows, one of which is shorter, of values of one kind."""
 
@@ -182,6 +191,8 @@ def row_of(kind: str, columns: int, length: int, k: int = 2048, starts: bool = F
         elif kind == "sparse":  # one of each thread's columns, in all CTAs but the last, of which one column is there
             values = np.where(np.arange(columns) % 4 == 0, 5.0, values - 100)
             values[:, 7 * 1024] = np.float32(2.0000002)
+        elif kind == "just below the bound":
+            values[...] = just_below_the_bound()
         inputs = {"logits": values.astype(np.float32), "ends": np.array([length, columns], np.int32)}
         return inputs | ({"starts": np.array([3, -1], np.int32)} if starts else {})
 
@@ -196,6 +207,7 @@ CLUSTERS = [
         for columns, length in ((16384, 9001), (4096, 3001))
     ),
     row_of("sparse", 16000, 7 * 1024 + 1),
+    row_of("just below the bound", 16384, 16384),
     row_of("normal", 4095, 4095, starts=True),
     row_of("subnormal", 20003, 9001, starts=True),
     row_of("normal", 131072, 32767),  # a quarter of the tiles, and all
@@ -203,6 +215,7 @@ CLUSTERS = [
     row_of("NaN", 100000, 2049),
 ]
 CLUSTER = SELECTION, row_of("one bucket", 16384, 9001), H200
+BELOW_THE_BOUND = SELECTION, row_of("just below the bound", 16384, 16384), H200
 
 LOGITS_OF_SM100 = PAGED_LOGITS[0], with_a_missing_page(paged_case((9, 2600, 300, 0, 1, 130), 64, next_n=2)), SM100
 
@@ -550,6 +563,7 @@ PLANTED = [
     Planted(CLUSTER, CLUSTERED, "gl.barrier(cluster=CTAS > 1)\n        EACH", "EACH"),
     Planted(CLUSTER, CLUSTERED, "gl.barrier(cluster=CTAS > 1)\n    for each", "for each"),
     Planted(CLUSTER, CLUSTERED, "hist = hists.index(level)", "hist = hists.index(0)"),
+    Planted(BELOW_THE_BOUND, CLUSTERED, "gl.minimum(span - first, (gl", "((gl"),
     # Waits that are missing.
     Planted(WIDE_V32, CONSUMERS, "    mbarrier.wait(shared.full[0].index(stage), tile // STAGES & 1)\n", ""),
     Planted(WIDE_V4, CONSUMERS, "    mbarrier.wait(shared.p_empty, (tile & 1) ^ 1)\n", ""),

@@ -279,9 +279,11 @@ def choose(
         EACH: gl.constexpr = in_each(BINS // THREADS, CTAS)
         counted = gl.convert_layout(gl.sum(hist.load(every(BINS, CTAS)), 0), EACH, assert_trivial=True)
         found = find(counted, need, 0, EACH)
-        high -= ((found >> 12).to(gl.uint32) << shift).to(gl.int32, bitcast=True)
+        first = (found >> 12).to(gl.uint32) << shift
+        high -= first.to(gl.int32, bitcast=True)
         need -= (found >> 1) & 0x7FF
-        span = (gl.to_tensor(1).to(gl.uint32) << shift) - 1
+        # The last bin may reach below the interval, where nothing was counted.
+        span = gl.minimum(span - first, (gl.to_tensor(1).to(gl.uint32) << shift) - 1)
         level = gl.where((shift == 0) | (found & 1 == 1), LEVELS, level + 1)
         shift = gl.maximum(shift.to(gl.int32) - BITS, 0).to(gl.uint32)
     return write(keys, high, span, need, out, slots, pages, counts, (hists, bounds, tops), TILES, PAGE_SIZE, CTAS)
