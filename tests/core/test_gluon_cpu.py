@@ -26,6 +26,7 @@ from xmla.core.ops.indexer.indexer_logits_paged.cases import make_case as paged_
 from xmla.core.ops.indexer.indexer_topk.cases import make_case as topk_case
 from xmla.core.ops.layer.dsa_attention.plan import FUSIONS
 from xmla.core.ops.selection.select_topk.cases import make_case as selection_case
+from xmla.core.ops.selection.select_topk.gluon_sm90_cluster import plan as cluster_plan
 from xmla.core.plan import Plan, fuse
 from xmla.core.registry import registry
 from xmla.core.values import B200, H200, RTX_PRO_6000, Device, Spec
@@ -191,6 +192,9 @@ def row_of(kind: str, columns: int, length: int, k: int = 2048, starts: bool = F
         elif kind == "sparse":  # one of each thread's columns, in all CTAs but the last, of which one column is there
             values = np.where(np.arange(columns) % 4 == 0, 5.0, values - 100)
             values[:, 7 * 1024] = np.float32(2.0000002)
+        elif kind == "steps below one octave":  # the k-th is far below the greatest, one of two adjacent keys
+            values[...] = -1 - np.float32(2.0**-23) * (np.arange(columns) % 3 == 0)
+            values[:, :9] = 1e9
         elif kind == "just below the bound":
             values[...] = just_below_the_bound()
         inputs = {"logits": values.astype(np.float32), "ends": np.array([length, columns], np.int32)}
@@ -208,6 +212,8 @@ CLUSTERS = [
     ),
     row_of("sparse", 16000, 7 * 1024 + 1),
     row_of("just below the bound", 16384, 16384),
+    row_of("steps below one octave", 8192, 8192),
+    row_of("infinite", 2051, 2049),
     row_of("normal", 4095, 4095, starts=True),
     row_of("subnormal", 20003, 9001, starts=True),
     row_of("normal", 131072, 32767),  # a quarter of the tiles, and all
@@ -216,6 +222,8 @@ CLUSTERS = [
 ]
 CLUSTER = SELECTION, row_of("one bucket", 16384, 9001), H200
 BELOW_THE_BOUND = SELECTION, row_of("just below the bound", 16384, 16384), H200
+SHORT = SELECTION, row_of("one bucket", 4096, 3001), H200
+NEGATIVE = SELECTION, row_of("steps below one octave", 8192, 8192), H200
 
 LOGITS_OF_SM100 = PAGED_LOGITS[0], with_a_missing_page(paged_case((9, 2600, 300, 0, 1, 130), 64, next_n=2)), SM100
 
@@ -518,6 +526,14 @@ def test_clusters_map_what_they_select(k: int, columns: int, rows: int, page: in
     assert all(map(np.array_equal, got, want))
 
 
+@pytest.mark.parametrize("columns", [3001, 8192])
+@pytest.mark.parametrize("kind", ["normal", "constant", "few values", "one bucket", "NaN", "steps below one octave"])
+def test_many_short_rows(kind: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the shapes that more rows than these are given."""
+    monkeypatch.setattr(cluster_plan, "FEW_ROWS", 1)
+    agrees(SELECTION, row_of(kind, columns, 2900), replace(H200, name="of many rows"))
+
+
 def test_every_implementation_has_a_case() -> None:
     plans = [plan for op, case, device in CASES if (plan := plan_of(op, case, device)) is not None]
     run = {(choice.op, choice.implementation) for plan in plans for choice in plan.choices}
@@ -542,7 +558,7 @@ PACKED, CONSUMERS, V32_PRODUCER, NVFP4_PRODUCER, V4_PRODUCER = (
     f"{SM90}.packed{name}" for name in ("", "_consumers", "_producer_v32", "_producer_nvfp4", "_producer_v4")
 )
 PLAIN_ROWS, COMMON, NARROW = (f"{SM90}.{name}" for name in ("plain", "common", "few_heads"))
-CLUSTERED = "xmla.core.ops.selection.select_topk.gluon_sm90_cluster.kernel"
+CLUSTERED, OF_A_CTA = (f"xmla.core.ops.selection.select_topk.gluon_sm90_cluster.{name}" for name in ("kernel", "cta"))
 BACKWARD = "xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.kernel"
 DQ_KERNEL = "xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.queries"
 DCACHE_KERNEL = "xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.entries"
@@ -564,6 +580,8 @@ PLANTED = [
     Planted(CLUSTER, CLUSTERED, "gl.barrier(cluster=CTAS > 1)\n    for each", "for each"),
     Planted(CLUSTER, CLUSTERED, "hist = hists.index(level)", "hist = hists.index(0)"),
     Planted(BELOW_THE_BOUND, CLUSTERED, "gl.minimum(span - first, (gl", "((gl"),
+    Planted(SHORT, OF_A_CTA, "hist = hists.index(level)", "hist = hists.index(0)"),
+    Planted(NEGATIVE, OF_A_CTA, "LEVELS = gl.constexpr(5)", "LEVELS = gl.constexpr(4)"),
     # Waits that are missing.
     Planted(WIDE_V32, CONSUMERS, "    mbarrier.wait(shared.full[0].index(stage), tile // STAGES & 1)\n", ""),
     Planted(WIDE_V4, CONSUMERS, "    mbarrier.wait(shared.p_empty, (tile & 1) ^ 1)\n", ""),

@@ -3,7 +3,7 @@ from xmla.core.lang.launches import gluon_let_next_start as let_next_start
 from xmla.core.lang.launches import gluon_wait_for_earlier as wait_for_earlier
 from xmla.core.lang.offsets import gluon_offset_of as offset_of
 from xmla.core.ops.selection.select_topk.gluon_sm90.kernel import row_range
-from xmla.core.ops.selection.select_topk.gluon_sm90_cluster.kernel import THREADS, in_each, parts_of, select_row
+from xmla.core.ops.selection.select_topk.gluon_sm90_cluster.kernel import in_each, of_one_page, select_row
 
 
 @gluon.jit
@@ -19,14 +19,14 @@ def pages_of_token(
 
 
 @gluon.jit
-def map_selected(table_row, width, k, indices_ptr, slots_ptr, counts_ptr, MAPPING: gl.constexpr, CTAS: gl.constexpr):
+def map_selected(table_row, width, k, indices_ptr, slots_ptr, counts_ptr, MAPPING: gl.constexpr, C: gl.constexpr):
     """Map the row that this program has selected; parameters as in the kernel below. Each CTA maps all of it."""
     gl.static_assert(MAPPING.ONE_STEP and not MAPPING.COMPACT and not MAPPING.HAS_LENGTHS, "whole rows, in one step")
-    BLOCK: gl.constexpr = max(MAPPING.BLOCK_K, THREADS)
+    BLOCK: gl.constexpr = max(MAPPING.BLOCK_K, 32 * C.WARPS)
     PAGE_SIZE: gl.constexpr = MAPPING.PAGE_SIZE
-    gl.barrier(cluster=CTAS > 1)  # other CTAs wrote what this one maps
+    gl.barrier(cluster=C.CTAS > 1)  # other CTAs wrote what this one maps
     token = gl.program_id(0)
-    place = gl.arange(0, BLOCK, layout=in_each(BLOCK // THREADS, CTAS))
+    place = gl.arange(0, BLOCK, layout=in_each(BLOCK // (32 * C.WARPS), C.CTAS, C.WARPS))
     row = offset_of(token, k)
     index = gl.load(indices_ptr + row + place, mask=place < k, other=-1)
     inside = (index >= 0) & (index // PAGE_SIZE < width)
@@ -65,13 +65,13 @@ def select_slots_cluster_sm90_kernel(
     table_row, width = pages_of_token(
         block_table_ptr, request_ids_ptr, num_requests, table_stride, table_width, next_n, MAPPING
     )  # fmt: skip
-    # Where words of columns do not straddle pages they are mapped as they are written, if all of them have a page.
-    WHOLE_WORDS: gl.constexpr = MAPPING.PAGE_SIZE % (4 * parts_of(C.TILES)) == 0
-    PAGE_SIZE: gl.constexpr = MAPPING.PAGE_SIZE if WHOLE_WORDS else 0
+    # Where adjacent columns do not straddle pages they are mapped as they are written, if all of them have a page.
+    ADJACENT: gl.constexpr = MAPPING.PAGE_SIZE % of_one_page(C) == 0
+    PAGE_SIZE: gl.constexpr = MAPPING.PAGE_SIZE if ADJACENT else 0
     mapped = select_row(
         logits_ptr, row_stride, k, start, length, first_row, indices_ptr, slots_ptr, table_row, width, C, PAGE_SIZE
     )  # fmt: skip
-    if WHOLE_WORDS and mapped:
+    if ADJACENT and mapped:
         gl.store(counts_ptr + gl.program_id(0), k)
     else:
-        map_selected(table_row, width, k, indices_ptr, slots_ptr, counts_ptr, MAPPING, C.CTAS)
+        map_selected(table_row, width, k, indices_ptr, slots_ptr, counts_ptr, MAPPING, C)

@@ -10,7 +10,8 @@ in another division reads other CTAs' parts, once all have met at a barrier of t
       k-th, which is the next interval: until all of it are chosen, or it is one key (at most four, two as a rule)
     a bit a column ─→ counts[tile] ─→ the number of chosen columns before each ─→ indices, by column
 
-One CTA has no bound, which would save less than it costs, and histograms of 2048 bins: at most three intervals.
+One CTA has no bound, which would save less than it costs, and histograms of 2048 bins: at most three intervals. That
+is for many rows, of which several are on an SM; few short rows are selected in another way (cta.py).
 
 What is equal to the k-th is chosen by column, so no result depends on the order of atomic additions, and no row takes
 much longer than another: NaN, of which all have one key, is like any other value.
@@ -21,6 +22,15 @@ from xmla.core.lang.launches import gluon_let_next_start as let_next_start
 from xmla.core.lang.launches import gluon_wait_for_earlier as wait_for_earlier
 from xmla.core.lang.offsets import gluon_offset_of as offset_of
 from xmla.core.ops.selection.select_topk.gluon_sm90.kernel import bits_of, row_range
+from xmla.core.ops.selection.select_topk.gluon_sm90_cluster.cta import choose_in_cta
+from xmla.core.ops.selection.select_topk.gluon_sm90_cluster.keys import (
+    KEY_OF_INF,
+    KEY_OF_NAN,
+    leading_zeros,
+    order_key,
+    page_of,
+    shift_of,
+)
 
 CLUSTER = gl.constexpr(8)  # CTAs; more are not portable
 WARPS = gl.constexpr(8)  # of a CTA
@@ -30,8 +40,6 @@ GROUPS = gl.constexpr(2)  # of a thread, whose maxima bound the k-th
 MOST = gl.constexpr(2048)  # k: a CTA's share of it is half of its groups
 BITS_OF_CTA = gl.constexpr(10)
 BINS_OF_CTA = gl.constexpr(1 << 10)  # by which a CTA searches its bound
-KEY_OF_NAN = gl.constexpr(-0x7FFFFFFF)  # below all numbers
-KEY_OF_INF = gl.constexpr(0x7F800000)
 
 
 @gluon.constexpr_function
@@ -77,9 +85,15 @@ def layout_of_words(tiles, ctas):
 
 
 @gluon.constexpr_function
-def in_each(size, ctas):
+def of_one_page(C):
+    """Adjacent columns that are mapped by one page: those of a thread, or of a word."""
+    return C.EACH or 4 * parts_of(C.TILES)
+
+
+@gluon.constexpr_function
+def in_each(size, ctas, warps=WARPS.value):
     """Registers of a vector that each CTA has whole."""
-    return gl.BlockedLayout([size], [32], [WARPS.value], [0], cga_layout=[[0] for _ in divided(1, ctas)])
+    return gl.BlockedLayout([size], [32], [warps], [0], cga_layout=[[0] for _ in divided(1, ctas)])
 
 
 @gluon.constexpr_function
@@ -109,24 +123,6 @@ def part(ctas):
 def flat(ctas):
     """Shared memory of a vector that is divided among CTAs."""
     return gl.SwizzledSharedLayout(1, 1, 1, [0], cga_layout=divided(1, ctas))
-
-
-@gluon.jit
-def order_key(x):
-    """float32 → int32 in the same order; −0 equals +0, NaN is below −inf."""
-    bits = (x + 0.0).to(gl.int32, bitcast=True)
-    return gl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), KEY_OF_NAN)
-
-
-@gluon.jit
-def leading_zeros(x):
-    return gl.inline_asm_elementwise("clz.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def shift_of(width, LEFT: gl.constexpr):
-    """The least shift that leaves at most so many bits of an unsigned width."""
-    return gl.maximum(32 - LEFT - leading_zeros(width), 0).to(gl.uint32)
 
 
 @gluon.jit
@@ -221,10 +217,9 @@ def words_of(TILES: gl.constexpr, CTAS: gl.constexpr):
 
 @gluon.jit
 def load_pages(table_row, width, length, TILES: gl.constexpr, PAGE_SIZE: gl.constexpr, CTAS: gl.constexpr):
-    """The page of each word's columns; −1 where there is none, or one whose slots are no int32."""
+    """The page of each word's columns."""
     first = words_of(TILES, CTAS)
-    page = gl.load(table_row + first // PAGE_SIZE, mask=(first < length) & (first // PAGE_SIZE < width), other=-1)
-    return gl.where(page < 0x7FFFFFFF // PAGE_SIZE, page, -1)
+    return page_of(first, table_row, width, length, PAGE_SIZE)
 
 
 @gluon.jit
@@ -239,17 +234,20 @@ def choose(
     BITS: gl.constexpr = bits_of_level(CTAS)
     BINS: gl.constexpr = 1 << BITS
     LEVELS: gl.constexpr = levels(CTAS)
+    # What is outside of an interval is counted aside, by each lane: without a branch for each element. One CTA, which
+    # has no bound, would count too much there.
+    PLACES: gl.constexpr = 2 * BINS if CTAS > 1 else BINS
     x = load_row(row_ptr, length, TILES, UNIT, CTAS)  # on its way while memory is cleared
     pages = gl.full([], -1, gl.int32)
     if PAGE_SIZE:
         pages = load_pages(table_row, width, length, TILES, PAGE_SIZE, CTAS)
-    hists = gl.allocate_shared_memory(gl.int32, [LEVELS, CTAS, BINS], part(CTAS))
+    hists = gl.allocate_shared_memory(gl.int32, [LEVELS, CTAS, PLACES], part(CTAS))
     few = gl.allocate_shared_memory(gl.int32, [CTAS, BINS_OF_CTA], part(CTAS))
     bounds = gl.allocate_shared_memory(gl.int32, [CTAS], flat(CTAS))
     tops = gl.allocate_shared_memory(gl.int32, [CTAS], flat(CTAS))
     counts = gl.allocate_shared_memory(gl.int32, [CTAS * TILES], flat(CTAS))
     for level in gl.static_range(LEVELS):
-        hists.index(level).store(gl.zeros([CTAS, BINS], gl.int32, rows(BINS // THREADS, CTAS)))
+        hists.index(level).store(gl.zeros([CTAS, PLACES], gl.int32, rows(PLACES // THREADS, CTAS)))
     low, high = gl.to_tensor(KEY_OF_NAN), gl.to_tensor(KEY_OF_INF)
     if CTAS > 1:
         few.store(gl.zeros([CTAS, BINS_OF_CTA], gl.int32, rows(BINS_OF_CTA // THREADS, CTAS)))
@@ -265,6 +263,8 @@ def choose(
     # The interval [high − span, high] of the k-th is narrowed until all of it are chosen, or it is one key.
     keys = gl.reshape(keys, [CTAS, TILES * WIDTH])
     K: gl.constexpr = keys.type.layout
+    one = gl.full([CTAS, TILES * WIDTH], 1, gl.int32, K)
+    lane = gl.expand_dims(gl.arange(0, TILES * WIDTH, layout=gl.SliceLayout(0, K)) // 4 % 32, 0)
     span = (high - low).to(gl.uint32, bitcast=True)
     shift = shift_of(span, BITS)
     need = k  # of those in the interval
@@ -272,12 +272,16 @@ def choose(
     while level < LEVELS:
         hist = hists.index(level)
         down = (high - keys).to(gl.uint32, bitcast=True)
-        hist.atomic_scatter_add(
-            gl.full([CTAS, TILES * WIDTH], 1, gl.int32, K), (down >> shift).to(gl.int32), 1, down <= span
-        )
+        bin = (down >> shift).to(gl.int32)
+        if CTAS > 1:
+            hist.atomic_scatter_add(one, gl.where(down <= span, bin, BINS + lane), 1)
+        else:
+            hist.atomic_scatter_add(one, bin, 1, down <= span)
         gl.barrier(cluster=CTAS > 1)
         EACH: gl.constexpr = in_each(BINS // THREADS, CTAS)
-        counted = gl.convert_layout(gl.sum(hist.load(every(BINS, CTAS)), 0), EACH, assert_trivial=True)
+        counted = gl.convert_layout(
+            gl.sum(hist.slice(0, BINS, dim=1).load(every(BINS, CTAS)), 0), EACH, assert_trivial=True
+        )
         found = find(counted, need, 0, EACH)
         first = (found >> 12).to(gl.uint32) << shift
         high -= first.to(gl.int32, bitcast=True)
@@ -367,19 +371,24 @@ def select_row(
     """
     TILES: gl.constexpr = C.TILES
     CTAS: gl.constexpr = C.CTAS
-    gl.static_assert(TILES % GROUPS == 0 and (TILES <= 8 or TILES == 16), "tiles are of two groups, and of words of 8")
-    gl.static_assert(PAGE_SIZE % (4 * parts_of(TILES)) == 0, "a word's columns lie on one page")
+    if C.EACH == 0:
+        gl.static_assert(C.WARPS == WARPS, "tiles are of so many warps")
+        gl.static_assert(TILES % GROUPS == 0 and (TILES <= 8 or TILES == 16), "tiles are of two groups, and words of 8")
+    gl.static_assert(PAGE_SIZE % of_one_page(C) == 0, "adjacent columns lie on one page")
     row = gl.program_id(0).to(gl.int64)
     out = indices_ptr + offset_of(first_row + row, k)
     slots = slots_ptr + offset_of(row, k)
     mapped = length > k
     if length <= k:
-        for base in range(0, k, CTAS * THREADS):
-            column = base + gl.arange(0, CTAS * THREADS, layout=in_cluster([1], [WARPS], CTAS))
+        LINE: gl.constexpr = gl.BlockedLayout([1], [32], [C.WARPS], [0], cga_layout=divided(1, CTAS))
+        for base in range(0, k, CTAS * 32 * C.WARPS):
+            column = base + gl.arange(0, CTAS * 32 * C.WARPS, layout=LINE)
             gl.store(out + column, gl.where(column < length, column, -1), mask=column < k)
     else:
         row_ptr = logits_ptr + offset_of(row, row_stride // C.UNIT * C.UNIT) + start
-        if length <= CTAS * WIDTH * (TILES // 4) and TILES // 4 >= GROUPS:
+        if C.EACH:
+            mapped = choose_in_cta(row_ptr, length, k, out, slots, table_row, width, C, PAGE_SIZE)
+        elif length <= CTAS * WIDTH * (TILES // 4) and TILES // 4 >= GROUPS:
             FEW: gl.constexpr = max(TILES // 4, GROUPS)
             mapped = choose(row_ptr, length, k, out, slots, table_row, width, FEW, C.UNIT, PAGE_SIZE, CTAS)
         else:

@@ -11,16 +11,13 @@ from xmla.core.ops.selection.select_topk.gluon_sm90_cluster.kernel import (
     topk_cluster_sm90_kernel,
 )
 from xmla.core.plan import ON_HOPPER, Condition, Constants, Implementation, Launch, Plan, overlap_limit
-from xmla.core.values import Device, arithmetic, next_power_of_2
+from xmla.core.values import Device, larger, next_power_of_2
 
 MOST_TILES = 16  # of a CTA, in registers: 64 keys of a thread
 # Rows of clusters, by the most columns; of more rows, programs with a list or the portable kernels take less: 64 of
 # 32768 columns 12.8 µs, those 12.6 and 14.3; 96 take 18.8, 12.9 and 15.8 (H200, 2026-11-30).
 MOST_ROWS = {32768: 64, 65536: 32, 131072: 8}
-# Columns of a row in the registers of one CTA: 2048 rows of 8192 take 63.8 µs, by programs with a list 76.6; a row of
-# 4096 5.0, by a cluster 5.9; eight of 8192 6.9 by either. Of 16384 neither few nor many take less (the same run).
-MOST_COLUMNS_OF_CTA = 8192
-MOST_COLUMNS_OF_FEW, FEW_ROWS = 4096, 8
+MOST_COLUMNS_OF_CTA, FEW_ROWS = 8192, 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,30 +26,40 @@ class Cluster(Constants):
 
     HAS_STARTS: bool
     UNIT: int  # of what it loads, `Spec.vector`
-    TILES: int  # of each CTA
+    TILES: int  # of each CTA, of four columns a thread; 0: a thread has EACH adjacent columns
+    EACH: int
     CTAS: int  # of a program
+    WARPS: int  # of a CTA
     OVERLAP_LIMIT: int  # core/lang/launches.py
 
 
-@arithmetic
-def registers_of_cta(tiles: int) -> int:
-    """Registers of a row of one CTA, of which four or three are on an SM."""
-    return 64 if tiles <= 4 else 80
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How the columns of a row are divided among threads."""
+
+    ctas: int
+    warps: int  # of a CTA
+    tiles: int = 0
+    each: int = 0
+    registers: int | None = None
 
 
-def ctas_of(problem: Problem) -> int:
-    """CTAs of a row."""
-    most = MOST_COLUMNS_OF_FEW if problem["T"] <= FEW_ROWS else MOST_COLUMNS_OF_CTA
-    return 1 if problem["N"] <= most else CLUSTER.value
-
-
-def tiles_of(problem: Problem) -> int:
-    """Tiles of each CTA of a row."""
-    return max(GROUPS.value, next_power_of_2(problem["N"]) // (ctas_of(problem) * WIDTH.value))
+def shape_of(problem: Problem) -> Shape:
+    rows, columns = problem["T"], next_power_of_2(problem["N"])
+    if problem["N"] > MOST_COLUMNS_OF_CTA:
+        return Shape(CLUSTER.value, WARPS.value, larger(GROUPS.value, columns // (CLUSTER.value * WIDTH.value)))
+    # µs by 16 warps of 16 columns, and by 8 of tiles: 5.9 and 6.7 for one row of 8192 columns, 19.7 and 21.4 for 512,
+    # 67.1 and 63.1 for 2048. By 16 of 8 columns, and by 8 of 16: 4.5 and 5.0 for one of 4096, 14.3 and 15.7 for 512,
+    # 45.3 and 43.7 for 2048 (H200, 2026-11-30).
+    if problem["N"] > MOST_COLUMNS_OF_CTA // 2:
+        return Shape(1, 16, each=16, registers=64) if rows <= FEW_ROWS else Shape(1, WARPS.value, 8, registers=80)
+    if rows <= FEW_ROWS:
+        return Shape(1, larger(4, columns // 256), each=8, registers=40)
+    return Shape(1, larger(4, columns // 512), each=16, registers=48)
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    logits, ctas, tiles = problem.specs["logits"], ctas_of(problem), tiles_of(problem)
+    logits, shape = problem.specs["logits"], shape_of(problem)
     launch = Launch(
         topk_cluster_sm90_kernel,
         grid=(problem["T"],),
@@ -63,15 +70,17 @@ def plan(problem: Problem, device: Device) -> Plan:
             "C": Cluster(
                 HAS_STARTS=problem.has("starts"),
                 UNIT=1 if problem.has("starts") else logits.vector(logits.stride(0)),
-                TILES=tiles,
-                CTAS=ctas,
-                OVERLAP_LIMIT=overlap_limit(problem, device, "starts", "ends") // ctas,  # of programs
+                TILES=shape.tiles,
+                EACH=shape.each,
+                CTAS=shape.ctas,
+                WARPS=shape.warps,
+                OVERLAP_LIMIT=overlap_limit(problem, device, "starts", "ends") // shape.ctas,  # of programs
             )
         },
-        num_warps=WARPS.value,
+        num_warps=shape.warps,
         num_stages=1,
-        num_ctas=ctas,
-        max_registers=registers_of_cta(tiles) if ctas == 1 else None,
+        num_ctas=shape.ctas,
+        max_registers=shape.registers,
     )
     return Plan((launch,), problem.results, ("indices",))
 
@@ -95,7 +104,7 @@ IMPLEMENTATION = Implementation(
         ),
         Condition(
             f"at most {MOST_TILES * CLUSTER.value * WIDTH.value} columns",
-            lambda problem, _: None if tiles_of(problem) <= MOST_TILES else f"with {problem['N']} columns",
+            lambda problem, _: None if shape_of(problem).tiles <= MOST_TILES else f"with {problem['N']} columns",
         ),
         Condition(
             f"of more than {MOST_COLUMNS_OF_CTA} columns at most "
