@@ -145,7 +145,7 @@ INSTRUCTIONS: dict[str, tuple[tuple[Any, ...], Callable[..., Any]]] = {
     "setp.lt.u32": ((U32, U32), np.less),
     "setp.gt.u32": ((U32, U32), np.greater),
     "setp.eq.u32": ((U32, U32), np.equal),
-    "setp.ge.f32": ((F32, F32), np.greater_equal),
+    "setp.gt.f32": ((F32, F32), np.greater),
     "setp.ne.u32": ((U32, U32), np.not_equal),
     "setp.eq.f32": ((F32, F32), np.equal),
     "setp.num.f32": ((F32, F32), lambda a, b: ~np.isnan(a) & ~np.isnan(b)),

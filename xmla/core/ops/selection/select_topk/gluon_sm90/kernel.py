@@ -7,12 +7,14 @@ order. The k-th largest is found among it by histograms of order keys. Those cho
 those that equal the k-th the first alone, and the count of the bits before it is an index's place.
 
     sample → bound
-    tile i in registers ─→ elements that reach it ─→ pairs[], total      (no barrier; tile i + 1 is on its way)
+    tile i in registers ─→ elements above it ─→ pairs[], total      (no barrier; tile i + 1 is on its way)
     k ≤ total ≤ CAPACITY ── yes → entries are the pairs    ┐→ histograms → the k-th → bits of columns → indices
                          └─ no  → entries are the row's own┘
 
 The last step serves both, so that a row whose sample misleads, or that has too few numbers beside its NaN, is read some
-four times and selected as exactly. What atomic additions decide, the order of the list, no result depends on.
+four times and selected as exactly. Where fewer than k are above the bound and enough equal it, as in a row of one
+value, the k-th is the bound: the row is read again up to the last of these and of those above. What atomic additions
+decide, the order of the list, no result depends on.
 """
 
 from xmla.core.lang.gluon import add, gl, gluon
@@ -42,7 +44,7 @@ def parts(count):
 
 @gluon.constexpr_function
 def append_ptx(outputs, inputs):
-    """PTX by which a warp appends to a list the values that reach a bound, each with its column.
+    """PTX by which a warp appends to a list the values above a bound, each with its column.
 
     Its operands are the addresses of the list's pairs and of its length, the most pairs, the bound, and a thread's
     columns and values. A length beyond the most tells that pairs are missing.
@@ -52,7 +54,7 @@ def append_ptx(outputs, inputs):
     # Which are kept as bits of a word: 16 predicates would be moved to registers and back.
     lines += ["mov.u32 bits, 0;"]
     for i, value in enumerate(values):
-        lines += [f"setp.ge.f32 keep, {value}, {bound};", f"@keep or.b32 bits, bits, {1 << i};"]
+        lines += [f"setp.gt.f32 keep, {value}, {bound};", f"@keep or.b32 bits, bits, {1 << i};"]
     lines += ["popc.b32 own, bits;", "mov.u32 upto, own;"]
     for distance in (1, 2, 4, 8, 16):
         lines += [f"shfl.sync.up.b32 other|more, upto, {distance}, 0, 0xffffffff;", "@more add.u32 upto, upto, other;"]
@@ -189,7 +191,7 @@ def value_of(key):
 
 @gluon.jit
 def append(pairs, length, bound, column, x, CAPACITY: gl.constexpr):
-    """Append elements of a tile that reach `bound`, with their columns."""
+    """Append elements of a tile above `bound`, with their columns."""
     gl.inline_asm(
         append_ptx, ("r", "r", "r", "f", "r", "f"), [pairs, length, CAPACITY, bound, column, x.to(gl.float32)], [],
         is_pure=False,
@@ -198,7 +200,7 @@ def append(pairs, length, bound, column, x, CAPACITY: gl.constexpr):
 
 @gluon.jit
 def keep_candidates(logits_ptr, offset, length, bound, pairs, total, C: gl.constexpr):
-    """Append the elements of a row that reach `bound`; `offset` is that of its first one in logits."""
+    """Append the elements of a row above `bound`; `offset` is that of its first one in logits."""
     CAPACITY: gl.constexpr = C.CAPACITY
     lane = gl.arange(0, TILE, layout=FOURS)
     head = 0
@@ -318,6 +320,17 @@ def mark_row(words, others, least, count, kth, ties, row_ptr, length):
 
 
 @gluon.jit
+def lacks_equal(kth, count, row_ptr, length):
+    """Whether fewer than `count` of a row's elements equal `kth`."""
+    first = gl.to_tensor(0)
+    while (first < length) & (count > 0):
+        key, _ = entries_of_row(row_ptr, first, length)
+        count -= gl.sum((key == kth).to(gl.int32), 0)
+        first += CHUNK
+    return count > 0
+
+
+@gluon.jit
 def add_first(words, others, count):
     """Set also the first `count` bits of `others`."""
     word = others.load(parts(others.shape[0]))
@@ -342,14 +355,21 @@ def store_marked(out, there, column, words, places):
 
 
 @gluon.jit
-def choose(k, low, above, held, pairs, row_ptr, length, out, IN_ROW: gl.constexpr, C: gl.constexpr):
+def choose(k, count, low, above, held, pairs, row_ptr, length, out, IN_ROW: gl.constexpr, C: gl.constexpr):
     """Write the columns of the k largest entries: the pairs, whose keys are `held`, or all elements of the row.
 
-    k of them reach the key `low`, and that of the k-th is presumably below `above`.
+    `count` of them are above the key `low`, and that of the k-th is presumably below `above`.
     """
     # What is allocated here shares its memory with what was before, and `words` with `histogram`.
     histogram = gl.allocate_shared_memory(gl.int32, [BINS], FLAT)
-    kth, more, ties = kth_of(k, low, above - low, held, row_ptr, length, histogram, IN_ROW)
+    # Of a row with many ties, the first of those that equal the bound.
+    kth, more, ties = low, gl.to_tensor(2), k - count
+    if not IN_ROW:
+        kth, more, ties = kth_of(k, low, above - low, held, row_ptr, length, histogram, False)
+    elif (count >= k) | lacks_equal(low, k - count, row_ptr, length):
+        if count < k:  # NaN too
+            low, above = gl.full([], 1, gl.uint32), gl.full([], KEY_OF_INF + 1, gl.uint32)
+        kth, more, ties = kth_of(k, low, above - low, held, row_ptr, length, histogram, True)
     words = gl.allocate_shared_memory(gl.int32, [C.WORDS], FLAT)
     places = gl.allocate_shared_memory(gl.int32, [C.WORDS], FLAT)
     least = gl.where(more > 0, kth + 1, kth)
@@ -400,11 +420,9 @@ def select_row(
         gl.barrier()
         count = gl.max(total.load(LINE), 0)
         if (count >= k) & (count <= CAPACITY):
-            choose(k, low, above, keys_of(pairs, count), pairs, row_ptr, length, out, False, C)
+            choose(k, count, low, above, keys_of(pairs, count), pairs, row_ptr, length, out, False, C)
         else:
-            if count < k:  # NaN too
-                low, above = gl.full([], 1, gl.uint32), gl.full([], KEY_OF_INF + 1, gl.uint32)
-            choose(k, low, above, low, pairs, row_ptr, length, out, True, C)
+            choose(k, count, low, above, low, pairs, row_ptr, length, out, True, C)
 
 
 @gluon.jit
