@@ -16,10 +16,9 @@ import pytest
 import torch
 
 from xmla import ArgumentError, UnsupportedError, jax_api, torch_api
-from xmla.core.op import Op
+from xmla.core.op import Op, memory
 from xmla.core.registry import registry
 from xmla.core.values import Spec
-from xmla.torch_api import _memory
 from xmla.torch_api._all_ops import TORCH_OPS
 
 OPS = registry()
@@ -333,8 +332,8 @@ def test_spans_and_pages_tell_what_numpy_does() -> None:
             inner = shape[1] * shape[2]
             specs[name] = Spec(shape, "uint8", (max(int(rng.choice([12, inner, 2 * inner])), inner), shape[2], 1))
         addresses = [int(x) for x in rng.integers(1 << 20, (1 << 20) + 60, 2)]
-        pairs, numbers = _memory.distances(op, specs)
-        apart = _memory.disjoint_check(pairs, len(addresses))(numbers, *addresses)
+        pairs, numbers = memory.distances(op, specs)
+        apart = memory.disjoint_check(pairs, len(addresses))(numbers, *addresses)
         shared = specs["source"].overlaps(addresses[0], specs["cache"], addresses[1])
         assert not (apart and shared)
         seen += apart and not shared

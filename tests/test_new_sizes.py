@@ -2,22 +2,22 @@
 
 import itertools
 import random
-from collections.abc import Callable
+from collections import defaultdict
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from tools import soak
 from xmla.bench import host, problems
-from xmla.core.compile import as_compiled
+from xmla.core.compile import as_compiled, specialize
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.formats.mla import V32
-from xmla.core.op import Op
-from xmla.core.op.template import Specs, sizes_of, trace_call
+from xmla.core.op import Calls, Op, kind_of, make_plan, sizes_of, spaces, trace_call
+from xmla.core.op.memory import distances
+from xmla.core.op.template import Specs
 from xmla.core.registry import registry
-from xmla.core.values import H200, Spec
+from xmla.core.values import H200, Families, Spec, row_major
 from xmla.torch_api import _prepared
 from xmla.torch_api._arrays import spec_of
 
@@ -37,19 +37,14 @@ def test_families_of_ever_new_sizes_are_few_and_all_kept(name: str, monkeypatch:
     monkeypatch.setattr(problems, "DEVICE", "meta")
     op, source = registry()[name], random.Random(0)
     draw = host.of_new_sizes()[name]
-    families: list[Callable[..., Any]] = []
+    families: Families[None] = Families()
     for _ in range(2000):
         tensors, named = draw(source)
         attrs = op.attributes(**named)
         specs = tuple(spec_of(tensors[place]) if place < len(tensors) else None for place, _ in enumerate(op.tensors))
-        sizes = sizes_of(specs, attrs)
-        for place, family in enumerate(families):
-            if family(*sizes) is not None:
-                families.insert(0, families.pop(place))
-                break
-        else:
-            template = trace_call(op, specs, attrs, H200, None)
-            families.insert(0, template.trace.function((template.workspace_bytes,)))
+        if families.find(sizes_of(specs, attrs)) is None:
+            calls = trace_call(op, specs, attrs, H200, None).calls([])
+            families.add(calls.sizes, calls.function, None)
     assert len(families) <= MOST_FAMILIES[name] <= _prepared.CallCache.FAMILIES
 
 
@@ -59,24 +54,54 @@ def test_no_step_of_a_server_is_planned_after_warmup(name: str, monkeypatch: pyt
     monkeypatch.setattr(_prepared, "device_of", lambda _: H200)
     monkeypatch.setattr(_prepared, "call_cache", _prepared.CallCache())
     config = soak.configuration(soak.MODELS[name], 0, "torch")
-    for call in config.kernel_list(H200).planned:
-        op, _, attrs = call.bound
-        _prepared.plan_ahead(op, call.placed(call.specs), attrs, CPU)
+    for calls in config.kernel_list(H200).planned:
+        _prepared.plan_ahead(calls, CPU)
     formats = ("cache_format", "extra_cache_format") if name == "ModelConfigV4" else ()  # which a user need not name
-    calls = 0
+    count = 0
     for place in range(300):
         for call in soak.step(config, (0, place), "torch"):
             op, specs, attrs = call.bound
             attrs = attrs._replace(**dict.fromkeys(attr for attr in attrs._fields if attr in formats))
             seen = as_compiled(given(op, specs))
             kind, sizes = (
-                _prepared.kind_of_specs(op, seen, attrs, CPU),
+                _prepared.kind_of_specs(op, seen, attrs, -1),
                 sizes_of(tuple(map(seen.get, op.tensors)), attrs),
             )
-            prepared = _prepared.call_cache.find_of_kind(kind, sizes, attrs)
+            prepared = _prepared.call_cache.kind(kind).prepared(sizes, attrs)
             assert prepared is not None, f"{name}/0/{place}: {call}"
-            calls += 1
-    assert calls > 2000
+            count += 1
+    assert count > 2000
+
+
+@pytest.mark.parametrize("name", soak.MODELS)
+def test_a_call_by_anothers_plan_is_that_of_its_own(name: str) -> None:
+    """Results, memory, grids, sizes and kernels of random steps, by what was planned for others before."""
+    config = soak.configuration(soak.MODELS[name], 1, "torch")
+    kinds: defaultdict[object, Families[Calls]] = defaultdict(Families)
+    count = planned = 0
+    for place in range(40):
+        for call in soak.step(config, (1, place), "torch"):
+            op, specs, attrs = call.bound
+            seen = as_compiled(given(op, specs))
+            specs = tuple(map(seen.get, op.tensors))
+            families, sizes = kinds[kind_of(op, specs, attrs)], sizes_of(specs, attrs)
+            if families.find(sizes) is None:
+                calls = trace_call(op, specs, attrs, H200, None).calls([seen])
+                families.add(sizes, calls.function, calls)
+                planned += 1
+            served = families.find(sizes)
+            assert served is not None
+            branch, (results, apart, workspace_bytes, numbers) = served
+            plan, own = make_plan(op, specs, attrs, H200)
+            assert results == tuple((spec.shape, row_major(spec.shape)) for spec in own)
+            assert branch.value.dtypes == tuple(spec.dtype for spec in own) and workspace_bytes == plan.workspace_bytes
+            launches = [number for launch in plan.active for number in (launch.grid[0], *launch.size_values)]
+            assert numbers == (*plan.workspace.values(), *launches)
+            kernels = [specialize(launch, plan, seen) for launch in plan.active]
+            assert [start.kernel for start in branch.value.starts[0]] == kernels
+            assert (branch.value.pairs, apart) == distances(op, spaces(op, seen, own, workspace_bytes))
+            count += 1
+    assert count > 5 * planned
 
 
 def given(op: Op, specs: Specs) -> dict[str, Spec]:
@@ -93,7 +118,7 @@ def test_integers_that_begin_anywhere_are_of_two_kinds() -> None:
         indices, table = (
             rows.flatten()[at : at + 63].view(9, 7) for rows, at in ((memory[0], first), (memory[2], second))
         )
-        kinds.add(_prepared.kind_of(op, [indices, table, None, None], op.attributes(page_size=64), None)[0])
+        kinds.add(_prepared.read(op, [indices, table, None, None], op.attributes(page_size=64), None)[0])
     assert len(kinds) == 2
 
 
@@ -101,5 +126,5 @@ def test_a_dense_tensor_is_of_one_kind_whatever_its_strides_are() -> None:
     """Along an axis of one element they are any; a template would ask of each which one it is."""
     op, memory, table = registry()["map_slots"], torch.zeros(100, dtype=torch.int32), torch.zeros(1, 5).int()
     rows = [memory.as_strided((1, 8), (8, 1)), memory.as_strided((1, 8), (100, 1)), memory[:16].view(2, 8)]
-    found = [_prepared.kind_of(op, [each, table, None, None], op.attributes(page_size=64), None) for each in rows]
-    assert len({kind for kind, _ in found}) == 1 and len({sizes for _, sizes in found}) == 2
+    found = [_prepared.read(op, [each, table, None, None], op.attributes(page_size=64), None) for each in rows]
+    assert len({kind for kind, _, _ in found}) == 1 and len({sizes for _, sizes, _ in found}) == 2

@@ -3,7 +3,6 @@
 import ctypes
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from threading import Thread
@@ -17,11 +16,10 @@ from triton.runtime.build import compile_module_from_src
 
 import xmla.torch_api
 from xmla._frameworks import LAUNCHERS
-from xmla.core.op import Case, Op, plan_call
-from xmla.core.op.template import sizes_of, trace_call
-from xmla.core.plan import Launch, Plan
+from xmla.core.op import Calls, Case, Op, Start, plan_call, trace_call
+from xmla.core.plan import Plan
 from xmla.core.registry import registry
-from xmla.core.values import H100, Spec, row_major
+from xmla.core.values import H100, Spec
 from xmla.torch_api import _launch, _prepared, _private, _run
 from xmla.torch_api._arrays import from_strided
 
@@ -44,7 +42,7 @@ def noting() -> Any:
     library = ctypes.CDLL(module.__file__)
     library.noted_launches.restype = ctypes.c_char_p
     return SimpleNamespace(
-        Launches=module.Launches, library=library,
+        Kernels=module.Kernels, library=library,
         noted=lambda: [[*map(int, line.split())] for line in library.noted_launches().decode().splitlines()],
     )  # fmt: skip
 
@@ -57,13 +55,10 @@ def extension(noting: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     noting.noted()
 
 
-def compiled(launches: tuple[Launch, ...], run: Any = PLAIN) -> list[tuple[Any, Launch, bool]]:
+def compiled(starts: tuple[Start, ...], run: Any = PLAIN) -> list[tuple[Any, Start]]:
     """What stands in for compiled kernels: the function of each is its place."""
     facts = {"run": run, "packed_metadata": (WARPS, 1, SHARED)}
-    return [
-        (SimpleNamespace(function=place, **facts), launch, launch.waits and place > 0)
-        for place, launch in enumerate(launches)
-    ]
+    return [(SimpleNamespace(function=place, **facts), start) for place, start in enumerate(starts)]
 
 
 def replace_in(facts: SimpleNamespace, **changes: Any) -> SimpleNamespace:
@@ -75,82 +70,94 @@ def tensors_of(op: Op, case: Case) -> list[torch.Tensor | None]:
     return [from_strided(arrays[name], "cpu") if name in arrays else None for name in op.tensors]
 
 
-def plan_of(op: Op, case: Case) -> tuple[Plan, dict[str, Spec]]:
-    specs = {name: Spec.of_numpy(array) for name, array in kit.make(case).items()}
-    return plan_call(op, tuple(specs.get(name) for name in op.tensors), op.attributes(**case.attrs), H100)[0], specs
+def calls_of(op: Op, case: Case) -> tuple[Calls, tuple[int, ...]]:
+    """All calls of a case's sizes and others, and the numbers of its own."""
+    arrays = kit.make(case)
+    specs = {name: Spec.of_numpy(arrays[name]) for name in op.tensors if name in arrays}
+    template = trace_call(op, tuple(map(specs.get, op.tensors)), op.attributes(**case.attrs), H100, None)
+    calls = template.calls([specs])
+    return calls, calls.function(*calls.sizes)[1][-1]
+
+
+def launches_of(plan: Plan, pointers: dict[str, int], space: int) -> list[list[int]]:
+    """The lines of a plan's launches."""
+    pointers = pointers | {name: space + offset for name, offset in plan.workspace.items()}
+    return [
+        [place, launch.grid[0], 32 * WARPS, SHARED, int(launch.waits and place > 0), STREAM,
+         *map(pointers.get, launch.reads), *launch.size_values, *map(pointers.get, launch.writes)]
+        for place, launch in enumerate(plan.active)
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("op", "case"), kit.all_cases(), ids=kit.case_id)
-def test_launches_are_those_made_one_after_the_other(op: Op, case: Case, noting: Any) -> None:
-    plan, specs = plan_of(op, case)
-    kernels = compiled(plan.active)
-    wanted: list[list[int]] = []
-
-    def starter(place: int, early: bool) -> Any:
-        facts = [32 * WARPS, SHARED, int(early), STREAM]
-        return lambda programs, stream, enter, leave, arguments: wanted.append([place, programs, *facts, *arguments])
-
-    starters = [(starter(place, early), launch) for place, (_, launch, early) in enumerate(kernels)]
+def test_launches_are_those_of_the_plan(op: Op, case: Case, noting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one call, and one after the other."""
+    calls, numbers = calls_of(op, case)
+    (specs,) = calls.places
+    plan, _ = plan_call(op, tuple(map(specs.get, op.tensors)), calls.attrs, H100)
     inputs = [1 << 40 | place << 20 for place, _ in enumerate(specs)]
     results = [torch.empty(1) for _ in plan.results]
     space = torch.empty(1, dtype=torch.uint8) if plan.workspace else None
-    arrays = [*specs], plan.results, plan.workspace
-    launch_each, numbers = _launch.sequential_launcher(starters, *arrays)
-    launch_each(numbers, STREAM, None, None, inputs, results, space)
-    descriptions = _launch.describe_launches(kernels, *arrays)
-    assert descriptions is not None
-    launch_all = _launch.batch_launcher(DEVICE, descriptions)
-    launch_all(STREAM, inputs, results, space)
+    pointers = dict(zip([*specs, *plan.results], [*inputs, *(tensor.data_ptr() for tensor in results)], strict=True))
+    wanted = launches_of(plan, pointers, 0 if space is None else space.data_ptr())
+    kernels = _launch.batch_launcher(DEVICE, compiled(calls.starts[0]))
+    assert kernels is not None
+    kernels(numbers)(STREAM, inputs, results, space)
     assert noting.noted() == wanted
-    launch_all(STREAM, tuple(inputs), tuple(results), space)
+    kernels(numbers)(STREAM, tuple(inputs), tuple(results), space)
     assert noting.noted() == wanted and noting.library.noted_device() == DEVICE
+    seen: list[list[int]] = []
+
+    def bound(kernel: Any, _: Any, early: bool) -> Any:
+        facts = [32 * WARPS, SHARED, int(early)]
+        return lambda programs, stream, enter, leave, arguments: seen.append(
+            [kernel.function, programs, *facts, stream, *arguments]
+        )
+
+    monkeypatch.setattr(_launch, "bind_launch", bound)
+    launch_each = _launch.sequential_launcher(compiled(calls.starts[0]), len(inputs), len(results))
+    launch_each(numbers, STREAM, None, None, inputs, results, space)
+    assert seen == wanted
+
+
+def test_numbers_that_are_missing_are_refused() -> None:
+    calls, numbers = calls_of(*kit.all_cases()[0])
+    kernels = _launch.batch_launcher(DEVICE, compiled(calls.starts[0]))
+    assert kernels is not None
+    with pytest.raises(ValueError, match="fewer numbers than the launches name"):
+        kernels(numbers[:-1])
+    with pytest.raises(TypeError):
+        kernels((*numbers[:-1], "1"))
 
 
 @pytest.mark.parametrize("profiled", [False, True])
 def test_launches_are_on_the_current_stream_of_the_calls_gpu(
     profiled: bool, noting: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, specs = plan_of(*kit.all_cases()[0])
+    calls, numbers = calls_of(*kit.all_cases()[0])
     streams: list[int] = []
-    descriptions = _launch.describe_launches(compiled(plan.active), [*specs], plan.results, plan.workspace)
-    assert descriptions is not None
+    kernels = _launch.batch_launcher(DEVICE, compiled(calls.starts[0]))
+    assert kernels is not None
     prepared: Any = SimpleNamespace(
         ordinal=DEVICE,
-        numbers=(),
-        family=SimpleNamespace(in_turn=(lambda _, stream, *__: streams.append(stream), None)),
-        launch_all=_launch.batch_launcher(DEVICE, descriptions),
+        numbers=numbers,
+        family=SimpleNamespace(in_turn=lambda _, stream, *__: streams.append(stream)),
+        launch_all=kernels(numbers),
     )
     monkeypatch.setattr(_private, "current_stream", {DEVICE: STREAM}.__getitem__)
     monkeypatch.setattr(_run, "profiler_hooks", lambda: (print, print) if profiled else (None, None))
-    space = torch.empty(1, dtype=torch.uint8) if plan.workspace else None
-    results = [torch.empty(1) for _ in plan.results]
-    _run._launch(registry()["map_slots"], [], prepared, [0 for _ in specs], results, space)
+    results = [torch.empty(1) for _ in calls.dtypes]
+    space = torch.empty(1, dtype=torch.uint8)
+    _run._launch(registry()["map_slots"], [], prepared, [0 for _ in calls.places[0]], results, space)
     lines = noting.noted()
-    assert [*streams, *(line[5] for line in lines)] == [STREAM] * (1 if profiled else len(plan.active))
-
-
-@pytest.mark.parametrize(("op", "case"), kit.all_cases(), ids=kit.case_id)
-def test_launches_by_a_template_are_those_of_the_plan(op: Op, case: Case, noting: Any) -> None:
-    specs = {name: replace(spec, strides=row_major(spec.shape)) for name, spec in plan_of(op, case)[1].items()}
-    given, attrs = tuple(specs.get(name) for name in op.tensors), op.attributes(**case.attrs)
-    plan, _ = plan_call(op, given, attrs, H100)
-    template = trace_call(op, given, attrs, H100, None)
-    arrays = [*specs], template.plan.results, template.workspace
-    kernels = compiled(template.active)
-    starters = [(starter, launch) for starter, (_, launch, _) in enumerate(kernels)]
-    made = _launch.describe_launches(kernels, *arrays), _launch.sequential_launcher(starters, *arrays)[1]
-    wanted = compiled(plan.active)
-    want = _launch.describe_launches(wanted, [*specs], plan.results, plan.workspace)
-    in_turn = [(starter, launch) for starter, (_, launch, _) in enumerate(wanted)]
-    numbers = _launch.sequential_launcher(in_turn, [*specs], plan.results, plan.workspace)[1]
-    assert template.trace.function(made)(*sizes_of(given, attrs)) == (want, numbers)
+    assert [*streams, *(line[5] for line in lines)] == [STREAM] * (1 if profiled else len(calls.starts[0]))
 
 
 @pytest.mark.parametrize(("op", "case"), kit.all_cases(), ids=kit.case_id)
 def test_a_profiler_sees_the_launches_that_are_made_without_one(
     op: Op, case: Case, noting: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a call that was planned ahead, of whose template nothing is left."""
+    """Of a call that was planned ahead."""
     kernels: dict[Any, Any] = {}
     seen: list[list[int]] = []
 
@@ -169,13 +176,13 @@ def test_a_profiler_sees_the_launches_that_are_made_without_one(
     monkeypatch.setattr(_private, "is_in_bad_fork", lambda: False)
     tensors = tensors_of(op, case)
     attrs, specs = op.attributes(**case.attrs), _prepared.present_specs(op, tensors)
-    _prepared.plan_ahead(op, [specs], attrs, torch.device("cuda", DEVICE))
+    template = trace_call(op, tuple(map(specs.get, op.tensors)), attrs, H100, None)
+    _prepared.plan_ahead(template.calls([specs]), torch.device("cuda", DEVICE))
     kind, *_ = _prepared.call_cache.ahead  # and those that name fewer formats
-    on_cpu, sizes = _prepared.kind_of(op, tensors, attrs, None)
-    assert [part for part in kind if not isinstance(part, torch.device)] == [
-        part for part in on_cpu if not isinstance(part, torch.device)
-    ]
-    prepared = _prepared.call_cache.find_of_kind(kind, sizes, attrs)
+    on_cpu, sizes, _ = _prepared.read(op, tensors, attrs, None)
+    assert _prepared.kind_of_specs(op, specs, attrs, DEVICE) == kind
+    assert _prepared.kind_of_specs(op, specs, attrs, -1) == on_cpu
+    prepared = _prepared.call_cache.kind(kind).prepared(sizes, attrs)
     assert prepared is not None and prepared.family.in_turn is None
     results = [torch.empty(1) for _ in prepared.results]
     space = torch.empty(1, dtype=torch.uint8) if prepared.workspace_bytes else None
@@ -194,15 +201,14 @@ def test_a_profiler_sees_the_launches_that_are_made_without_one(
     "change", [{"launch_cooperative_grid": True}, {"global_scratch_size": 8}, {"gsan_enabled": True}], ids=str
 )
 def test_another_launcher_is_left_alone(change: dict[str, Any]) -> None:
-    plan, specs = plan_of(*kit.all_cases()[0])
-    other = SimpleNamespace(**vars(PLAIN) | change)
-    assert _launch.describe_launches(compiled(plan.active, other), [*specs], plan.results, plan.workspace) is None
+    calls, _ = calls_of(*kit.all_cases()[0])
+    assert _launch.batch_launcher(DEVICE, compiled(calls.starts[0], replace_in(PLAIN, **change))) is None
 
 
 def test_without_the_extension_launches_are_made_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, specs = plan_of(*kit.all_cases()[0])
+    calls, _ = calls_of(*kit.all_cases()[0])
     monkeypatch.setattr(_launch, "_extension", lambda: None)
-    assert _launch.describe_launches(compiled(plan.active), [*specs], plan.results, plan.workspace) is None
+    assert _launch.batch_launcher(DEVICE, compiled(calls.starts[0])) is None
 
 
 def test_an_extension_that_cannot_be_compiled_is_told(
@@ -244,7 +250,7 @@ def test_the_wheels_extension_is_not_compiled(noting: Any, monkeypatch: pytest.M
 
 
 def test_a_failing_launch_is_told_and_ends_the_call(noting: Any) -> None:
-    launches = noting.Launches(DEVICE, [(place, 1, WARPS, 0, False, []) for place in range(2)])
+    launches = noting.Kernels(DEVICE, [(place, WARPS, 1, 0, False, 0, ()) for place in range(2)])((1,))
     ctypes.c_int.in_dll(noting.library, "next_result").value = 1
     with pytest.raises(RuntimeError, match=r"^Triton Error \[CUDA\]: an error of a test$"):
         launches(STREAM, [], [], None)
@@ -252,7 +258,7 @@ def test_a_failing_launch_is_told_and_ends_the_call(noting: Any) -> None:
 
 
 def test_wrong_arguments_are_errors(noting: Any) -> None:
-    launches = noting.Launches(DEVICE, [(1, 1, WARPS, 0, False, [(0, 0)])])
+    launches = noting.Kernels(DEVICE, [(1, WARPS, 1, 0, False, 0, ((0, -1),))])((1,))
     with pytest.raises(TypeError):
         launches(STREAM, [1], [])
     with pytest.raises(TypeError):
@@ -260,12 +266,15 @@ def test_wrong_arguments_are_errors(noting: Any) -> None:
     with pytest.raises(AttributeError, match="data_ptr"):
         launches(STREAM, [1], [object()], None)
     with pytest.raises(TypeError):
-        noting.Launches(DEVICE, [(1, 1, WARPS, 0, False, [("place", 0)])])
+        noting.Kernels(DEVICE, [(1, WARPS, 1, 0, False, 0, (("place", 0),))])
+    with pytest.raises(TypeError):
+        type(launches)()
     assert not noting.noted()
 
 
 def test_calls_of_many_threads_do_not_mix(noting: Any) -> None:
-    launches = noting.Launches(DEVICE, [(1, 1, WARPS, 0, False, [(place, place) for place in range(40)])])
+    arguments = tuple((place, 1 + place) for place in range(40))
+    launches = noting.Kernels(DEVICE, [(1, WARPS, 1, 0, False, 0, arguments)])((1, *range(40)))
     threads = [
         Thread(target=lambda base=base: [launches(STREAM, [base] * 40, [], None) for _ in range(20)])
         for base in range(0, 4000, 1000)

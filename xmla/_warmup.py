@@ -15,6 +15,7 @@ from xmla.core.compile import Specialization, compiled, compiling_allowed, servi
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.models.base import Model
 from xmla.core.models.calls import Call, kernel_list
+from xmla.core.op import Calls
 from xmla.core.values import Attr, Device, find_device
 
 log = logging.getLogger("xmla")
@@ -102,12 +103,12 @@ def warmup(
 
 
 def make_ready(
-    kernels: Sequence[Specialization], calls: Sequence[Call], device: Device, ordinal: int | None, *,
+    kernels: Sequence[Specialization], calls: Sequence[Calls], device: Device, ordinal: int | None, *,
     workers: int | None, progress: bool,
 ) -> Warmup:  # fmt: skip
     """Compile or load these kernels for `device`, and load them onto the GPU with this ordinal, if there is one.
 
-    There eager calls of PyTorch that differ from `calls` in sizes alone are planned, too.
+    There eager calls of PyTorch that have the plans of `calls` are made ready, too.
 
     Raises:
         UnsupportedError: Kernels are interpreted in this process.
@@ -147,8 +148,8 @@ def make_ready(
     return report
 
 
-def plan_calls(calls: Iterable[Call], ordinal: int) -> None:
-    """Plan eager calls of PyTorch like these, so that no call waits for it; JAX plans as it compiles a program."""
+def plan_calls(calls: Iterable[Calls], ordinal: int) -> None:
+    """Make eager calls of PyTorch like these ready, so that none waits; JAX plans as it compiles a program."""
     try:
         import torch
     except ImportError:
@@ -158,9 +159,8 @@ def plan_calls(calls: Iterable[Call], ordinal: int) -> None:
     from xmla.torch_api._prepared import plan_ahead
 
     with compiling_allowed():
-        for call in calls:
-            op, _, attrs = call.bound
-            plan_ahead(op, call.placed(call.specs), attrs, torch.device("cuda", ordinal))
+        for each in calls:
+            plan_ahead(each, torch.device("cuda", ordinal))
 
 
 def make_engine_ready(calls: Iterable[Call], device: Device, ordinal: int) -> Warmup:

@@ -6,6 +6,7 @@ import kit
 import pytest
 from conftest import EVERYTHING
 
+from xmla.core.call import GROWING
 from xmla.core.compile import Specialization
 from xmla.core.errors import UnsupportedError
 from xmla.core.models.calls import Call
@@ -14,10 +15,7 @@ from xmla.core.registry import registry
 from xmla.core.values import H200, RTX_PRO_6000, Device, Spec
 
 SIZES = range(100, 128)  # between two powers of two, which tiles are
-# Tokens, requests, pages, keys, selected keys and blocks, places. The others are a model's: dims, heads, entries per
-# page, ranks.
-GROWING = {"T", "B", "M", "STATE_M", "K", "BLOCKS", "EXTRA_K", "N", "S"}
-GROWING |= {"P", "EXTRA_P", "SOURCE_P", "STATE_P", "PLACES"}
+FOLLOWING = {"B+1", "COLUMNS"}  # from others
 # As many candidates as each rank selects: the attribute k of that call, which is a constant as here.
 # A training step's selection is as wide in every step; as a size its row stride costs the kernels of gradients vectors.
 CONSTANT = {("merge_topk", "N"), ("sparse_mla_backward", "K"), ("sparse_mla_backward", "EXTRA_K")}
@@ -35,7 +33,7 @@ ATTRIBUTES = {
 
 def axes_of(op: Op, specs: dict[str, Spec]) -> list[str]:
     axes = dict.fromkeys(axis for name in specs for axis in op.tensors[name].names)
-    return [axis for axis in axes if axis in GROWING and (op.name, axis) not in CONSTANT]
+    return [axis for axis in axes if axis in GROWING - FOLLOWING and (op.name, axis) not in CONSTANT]
 
 
 def at(op: Op, specs: dict[str, Spec], axis: str, size: int) -> dict[str, Spec]:

@@ -10,7 +10,7 @@ other.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.resources import files
@@ -22,10 +22,10 @@ from triton.runtime.build import compile_module_from_src
 
 from xmla._frameworks import LAUNCHERS
 from xmla.core.compile import exec_function
-from xmla.core.plan import Launch
+from xmla.core.op import Start
 
 # (programs, stream, the hooks of profilers, runtime arguments): pointers as integers, then sizes, then pointers.
-Start = Callable[[int, int, Any, Any, tuple[int, ...]], None]
+Launch = Callable[[int, int, Any, Any, tuple[int, ...]], None]
 
 NEEDED = ("launch", "launch_cooperative_grid", "launch_pdl", "arg_annotations", "kernel_signature")
 
@@ -38,7 +38,7 @@ def load(kernel: CompiledKernel) -> CompiledKernel:
     return kernel
 
 
-def bind_launch(kernel: CompiledKernel, constexprs: tuple[Any, ...], early: bool) -> Start:
+def bind_launch(kernel: CompiledKernel, constexprs: tuple[Any, ...], early: bool) -> Launch:
     """The function that launches `kernel`, which is loaded.
 
     `early`: it may start before the launch before it has ended.
@@ -91,72 +91,53 @@ def _extension() -> Any:
         return None
 
 
-def describe_launches(
-    launches: Sequence[tuple[CompiledKernel, Launch, bool]], inputs: Sequence[str], results: Sequence[str],
-    workspace: Mapping[str, int],
-) -> list[Any] | None:  # fmt: skip
-    """What `batch_launcher` takes for launches of kernels that are loaded, each with whether it may start early.
+# Launches by kernels that are loaded.
+Loaded = Sequence[tuple[CompiledKernel, Start]]
 
-    None where the extension or Triton's launcher does not serve them.
+
+def batch_launcher(device: int, launches: Loaded) -> Callable[[tuple[int, ...]], Callable[..., None]] | None:
+    """What gives, for a call's numbers, the function that makes its launches in one call.
+
+    That is the function of `sequential_launcher` without numbers and hooks. None where the extension or Triton's
+    launcher does not serve the kernels.
     """
-    runs: list[Any] = [kernel.run for kernel, _, _ in launches]
+    runs: list[Any] = [kernel.run for kernel, _ in launches]
     if not all(_is_plain(run) and not run.launch_cooperative_grid for run in runs) or _extension() is None:
         return None
-    places = {name: (place, 0) for place, name in enumerate([*inputs, *results])}
-    places |= {name: (len(places), offset) for name, offset in workspace.items()}
-    descriptions = []
-    for kernel, launch, early in launches:
-        warps, ctas, shared = kernel.packed_metadata
-        arguments = [*(places[name] for name in launch.reads), *((-1, size) for size in launch.size_values),
-                     *(places[name] for name in launch.writes)]  # fmt: skip
-        descriptions.append((kernel.function, launch.grid[0] * ctas, warps, shared, early, arguments))
-    return descriptions
+    descriptions = [
+        (kernel.function, *kernel.packed_metadata, start.early, start.programs, start.arguments)
+        for kernel, start in launches
+    ]
+    return _extension().Kernels(device, descriptions)
 
 
-def batch_launcher(device: int, descriptions: list[Any]) -> Callable[..., None]:
-    """The function that makes launches in one call: that of `sequential_launcher` without numbers and hooks."""
-    return _extension().Launches(device, descriptions)
+def sequential_launcher(launches: Loaded, inputs: int, results: int) -> Callable[..., None]:
+    """The function that makes launches one after the other, of a call with so many arguments and results.
 
-
-def sequential_launcher(
-    launches: Sequence[tuple[Start, Launch]], inputs: Sequence[str], results: Sequence[str],
-    workspace: Mapping[str, int],
-) -> tuple[Callable[..., None], tuple[Any, ...]]:  # fmt: skip
-    """The function that makes launches one after the other, and the numbers that it takes: programs, sizes, offsets.
-
-    Its other arguments: a stream, profilers' hooks, the pointers of a call's `inputs`, its `results` and its workspace,
-    where buffers start at the offsets in `workspace`. It is generated: picking the arguments of a launch from a list
-    costs as much as all other Python of the launch. For two launches it reads
+    It takes the call's numbers, a stream, profilers' hooks, the pointers of its arguments, its results and its
+    workspace. It is generated: picking the arguments of a launch from a list costs as much as all other Python of the
+    launch. For two launches it reads
 
         def launch_each(numbers, stream, enter, leave, inputs, results, workspace):
-            n0, n1, n2, n3, n4, n5, = numbers
             a0, a1, = inputs
             a2 = results[0].data_ptr()
-            start = 0 if workspace is None else workspace.data_ptr()
-            a3 = start + n0
-            start0(n1, stream, enter, leave, (a0, a1, n2, a3, ))
-            start1(n3, stream, enter, leave, (a3, n4, n5, a2, ))
+            a3 = 0 if workspace is None else workspace.data_ptr()
+            start0(numbers[1], stream, enter, leave, (a0, a1, numbers[2], a3 + numbers[0], ))
+            start1(numbers[3], stream, enter, leave, (a3 + numbers[0], numbers[4], numbers[5], a2, ))
     """
-    names = {name: f"a{place}" for place, name in enumerate([*inputs, *results, *workspace])}
-    numbers: list[Any] = []
-
-    def number(value: Any) -> str:
-        numbers.append(value)
-        return f"n{len(numbers) - 1}"
-
-    lines = [f"{''.join(f'{names[name]}, ' for name in inputs)} = inputs"]
-    lines += [f"{names[name]} = results[{place}].data_ptr()" for place, name in enumerate(results)]
-    lines.append("start = 0 if workspace is None else workspace.data_ptr()")
-    lines += [f"{names[name]} = start + {number(offset)}" for name, offset in workspace.items()]
-    for place, (_, launch) in enumerate(launches):
-        programs, sizes = number(launch.grid[0]), [number(size) for size in launch.size_values]
-        arguments = [*[names[name] for name in launch.reads], *sizes, *[names[name] for name in launch.writes]]
-        values = "".join(f"{argument}, " for argument in arguments)
-        lines.append(f"start{place}({programs}, stream, enter, leave, ({values}))")
+    lines = [f"{''.join(f'a{place}, ' for place in range(inputs))} = inputs"]
+    lines += [f"a{inputs + place} = results[{place}].data_ptr()" for place in range(results)]
+    lines.append(f"a{inputs + results} = 0 if workspace is None else workspace.data_ptr()")
+    scope = {}
+    for place, (kernel, start) in enumerate(launches):
+        scope[f"start{place}"] = bind_launch(kernel, tuple(value for _, value in start.kernel.constexprs), start.early)
+        values = ""
+        for array, number in start.arguments:
+            parts = [f"a{array}"] * (array >= 0) + [f"numbers[{number}]"] * (number >= 0)
+            values += f"{' + '.join(parts)}, "
+        lines.append(f"start{place}(numbers[{start.programs}], stream, enter, leave, ({values}))")
     head = "def launch_each(numbers, stream, enter, leave, inputs, results, workspace):"
-    taken = f"{''.join(f'n{place}, ' for place, _ in enumerate(numbers)) or '()'} = numbers"
-    scope = {f"start{place}": start for place, (start, _) in enumerate(launches)}
-    return exec_function("\n    ".join([head, taken, *lines]), "launch_each", **scope), tuple(numbers)
+    return exec_function("\n    ".join([head, *lines]), "launch_each", **scope)
 
 
 def profiler_hooks() -> tuple[Any, Any]:

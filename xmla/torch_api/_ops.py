@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from xmla.core.errors import ArgumentError
-from xmla.core.op import Op, check_derivative, derivative_call, refuse_derivative
+from xmla.core.op import Op, check_derivative, check_overlap, derivative_call, refuse_derivative, spaces
 from xmla.core.plan import Plan
 from xmla.core.registry import registry
 from xmla.core.values import Attributes, Spec, assumed_device
@@ -30,7 +30,6 @@ from xmla.torch_api._checks import (
     check_workspace,
     written_names,
 )
-from xmla.torch_api._memory import check_overlap, spaces
 from xmla.torch_api._prepared import plan_tensors, recall, specs_of
 from xmla.torch_api._run import call, look_up, run
 

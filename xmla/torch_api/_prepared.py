@@ -4,7 +4,7 @@ import os
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain, combinations
 from typing import Any
@@ -13,60 +13,40 @@ import torch
 from torch.fx.proxy import TraceError
 from triton.compiler import CompiledKernel
 
-from xmla.core.compile import as_compiled, compiled, exec_function, specialize
+from xmla.core.compile import as_compiled, compiled, exec_function
 from xmla.core.errors import ArgumentError
-from xmla.core.op import Op, Sizes, Template, plan_call, trace_call
-from xmla.core.plan import Launch, Plan
-from xmla.core.values import Attributes, Device, Spec, alignment_of, row_major
-from xmla.torch_api import _memory, _private
-from xmla.torch_api._arrays import NAMES, device_of, spec_of, strides_of
+from xmla.core.op import Calls, Op, Pair, Sizes, Start, plan_call, trace_call
+from xmla.core.plan import Plan
+from xmla.core.values import Attributes, Device, Families, Spec
+from xmla.torch_api import _private
+from xmla.torch_api._arrays import NAMES, device_of, spec_of
 from xmla.torch_api._checks import Tensors, by_name, check_devices, check_fork, check_memory, check_tensors
-from xmla.torch_api._launch import (
-    batch_launcher,
-    bind_launch,
-    describe_launches,
-    load,
-    sequential_launcher,
-)
+from xmla.torch_api._launch import batch_launcher, load
 
 
 @dataclass(slots=True, eq=False)
 class Family:
     """Calls that differ in sizes alone, as far as they have one template: what is made of it once.
 
-    The template is not kept. A full collection of garbage would look at its objects, of thousands after a warm-up.
-
     Attributes:
-        implementation: That the calls ask for.
-        calls: Of the sizes of a call its results and `distances`, as `Prepared` has them, the bytes of its workspace,
-            and what `batch_launcher` takes, or None if that does not serve the kernels; None of a call of another
-            template.
-        pairs: Which of a call's `_memory.spaces` have to lie apart.
-        disjoint: What tells it of so many addresses, made by `_memory.disjoint_check`.
-        in_turn: What starts the kernels one after the other, and the numbers that it takes, of a call's sizes. None
-            until it is needed, and on the CPU.
+        dtypes: Those of the results.
+        pairs: Which of a call's `spaces` have to lie apart.
+        disjoint: What tells it of so many addresses, made by `disjoint_check`.
+        kernels: What `batch_launcher` gives for the launches. None where it does not serve them, and on the CPU.
+        in_turn: What starts the kernels one after the other. None until it is needed, and on the CPU.
+        starts: The launches.
         plan_of: The plan of a call's sizes, which the interpreter runs. None on a GPU.
     """
 
     op: Op
-    implementation: str | None
     ordinal: int  # −1 on the CPU
-    calls: Callable[..., tuple[Any, ...] | None]
-    pairs: tuple[_memory.Pair, ...]
+    dtypes: tuple[torch.dtype, ...]
+    pairs: tuple[Pair, ...]
     disjoint: dict[int, Callable[..., bool]]
-    in_turn: tuple[Callable[..., None], Callable[..., tuple[int, ...]]] | None
+    starts: tuple[Start, ...]
+    kernels: Callable[[tuple[int, ...]], Callable[..., None]] | None
     plan_of: Callable[..., Plan] | None
-
-    def call_of(self, sizes: Sizes, attrs: tuple[Any, ...]) -> "Prepared | None":
-        """The call of these sizes and attributes, if it is of the template."""
-        numbers = self.calls(*sizes)
-        if numbers is None:
-            return None
-        results, distances, workspace_bytes, launches = numbers
-        launch_all = None if launches is None else batch_launcher(self.ordinal, launches)
-        return Prepared(
-            self, sizes, tuple(attrs), results, distances, workspace_bytes, self.ordinal, launch_all, self.op.mutated
-        )
+    in_turn: Callable[..., None] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +59,7 @@ class Prepared:
         distances: What the family's `disjoint` takes.
         launch_all: Starts the kernels where no profiler looks on, faster than the family's `in_turn`; or None.
         mutated: The op's.
-        numbers: What the family's `in_turn` takes, once it is called.
+        numbers: What the family's `in_turn` takes.
         plan: What the interpreter runs, once it has.
         same_out: Compares `out` with what was accepted before.
         same_workspace: Compares `workspace` with what was accepted before.
@@ -94,10 +74,22 @@ class Prepared:
     ordinal: int
     launch_all: Callable[..., None] | None
     mutated: tuple[int, ...]
-    numbers: tuple[int, ...] | None = None
+    numbers: tuple[int, ...]
     plan: Plan | None = None
     same_out: Callable[..., bool] | None = None
     same_workspace: Callable[..., bool] | None = None
+
+    @classmethod
+    def of(cls, family: Family, sizes: Sizes, attrs: tuple[Any, ...], call: tuple[Any, ...]) -> "Prepared":
+        """The call with what a template's function gives for its sizes."""
+        results, distances, workspace_bytes, numbers = call
+        pairs = zip(results, family.dtypes, strict=True)
+        results = tuple([(shape, strides, dtype) for (shape, strides), dtype in pairs])
+        launch_all = None if family.kernels is None else family.kernels(numbers)
+        return cls(
+            family, sizes, attrs, results, distances, workspace_bytes, family.ordinal, launch_all, family.op.mutated,
+            numbers,
+        )  # fmt: skip
 
     @property
     def result_specs(self) -> list[Spec]:
@@ -128,6 +120,31 @@ def present_specs(op: Op, tensors: Tensors) -> dict[str, Spec]:
     return {name: spec for name, spec in specs_of(op, tensors).items() if spec is not None}
 
 
+class Kind:
+    """Calls that differ in sizes alone, and what is known of them.
+
+    Attributes:
+        ahead: The families that warm-up has planned.
+        families: Those of other calls: as many as are kept, then again from none.
+    """
+
+    __slots__ = ("ahead", "families")
+
+    def __init__(self) -> None:
+        self.ahead: Families[Family] = Families()
+        self.families: Families[Family] = Families()
+
+    def prepared(self, sizes: Sizes, attrs: tuple[Any, ...]) -> Prepared | None:
+        """The call of these sizes, if it is of a family that is kept."""
+        known = self.ahead.find(sizes) or self.families.find(sizes)
+        return None if known is None else Prepared.of(known[0].value, sizes, attrs, known[1])
+
+    def add(self, calls: Calls, family: Family) -> None:
+        if len(self.families) >= CallCache.FAMILIES:
+            self.families = Families()
+        self.families.add(calls.sizes, calls.function, family)
+
+
 # The pointers of (tensors, attrs, implementation) if it is a certain call, else None.
 Match = Callable[[Tensors, tuple[Any, ...], str | None], list[int] | None]
 
@@ -136,7 +153,7 @@ class CallCache:
     """The prepared calls of this process: by everything that they depend on, and the last ones of each op.
 
     A call of new sizes is of a family of calls that differ from it in sizes alone, if there has been one. Of many calls
-    and families the ones stay that came last: a server's prompts have sizes that seldom come again, and a full
+    the ones stay that came last, of kinds the newest: a server's prompts have sizes that seldom come again, and a full
     collection of garbage looks at some objects of each.
 
     Threads share them without a lock, for which a signal handler, or a forked process, could wait for ever: each step
@@ -149,40 +166,27 @@ class CallCache:
     FAMILIES = 1 << 7  # of a kind, whose tensors differ in sizes alone: a step of ever new sizes meets some 50
 
     def __init__(self) -> None:
-        self.prepared: OrderedDict[Any, Prepared] = OrderedDict()
-        self.families: OrderedDict[Any, tuple[Family, ...]] = OrderedDict()
-        self.ahead: dict[Any, list[Family]] = {}  # of warm-up, which stay
+        self.prepared: OrderedDict[tuple[Kind, Sizes], Prepared] = OrderedDict()
+        self.kinds: OrderedDict[tuple[Any, ...], Kind] = OrderedDict()
+        self.ahead: dict[tuple[Any, ...], Kind] = {}  # of warm-up, which stay
         self.recent: dict[Op, tuple[tuple[Match, Prepared], ...]] = defaultdict(tuple)
 
-    def find(self, key: Any) -> Prepared | None:
-        return _newest(self.prepared, key)
+    def kind(self, depends_on: tuple[Any, ...]) -> Kind:
+        kind = self.ahead.get(depends_on) or self.kinds.get(depends_on)
+        if kind is None:
+            kind = Kind()
+            _add(self.kinds, depends_on, kind, self.MOST_KINDS)
+        return kind
 
-    def add(self, key: Any, prepared: Prepared) -> None:
-        _add(self.prepared, key, prepared, self.MOST)
+    def find(self, kind: Kind, sizes: Sizes) -> Prepared | None:
+        return _newest(self.prepared, (kind, sizes))
 
-    def find_of_kind(self, kind: Any, sizes: Sizes, attrs: tuple[Any, ...]) -> Prepared | None:
-        """The call of these sizes, if it is of a family that is kept."""
-        families = _newest(self.families, kind) or ()
-        for place, family in enumerate(families):
-            prepared = family.call_of(sizes, attrs)
-            if prepared is not None:
-                if place:
-                    self.families[kind] = family, *families[:place], *families[place + 1 :]
-                return prepared
-        for family in self.ahead.get(kind, ()):
-            prepared = family.call_of(sizes, attrs)
-            if prepared is not None:
-                self.add_family(kind, family)
-                return prepared
-        return None
-
-    def add_family(self, kind: Any, family: Family) -> None:
-        families = family, *self.families.get(kind, ())[: self.FAMILIES - 1]
-        _add(self.families, kind, families, self.MOST_KINDS)
+    def add(self, kind: Kind, sizes: Sizes, prepared: Prepared) -> None:
+        _add(self.prepared, (kind, sizes), prepared, self.MOST)
 
     def clear(self) -> None:
         self.prepared.clear()
-        self.families.clear()
+        self.kinds.clear()
         self.ahead.clear()
         self.recent.clear()
 
@@ -296,81 +300,102 @@ def _match(
     return exec_function(text, "matching")
 
 
-def prepare(op: Op, tensors: Tensors, attrs: Attributes, implementation: str | None) -> Prepared:
-    """The first call with given shapes, of a family that is kept or of a new one."""
-    if tensors[0].is_cuda:
-        check_fork(op)
-    check_tensors(op, tensors)
-    kind, sizes = kind_of(op, tensors, attrs, implementation)
-    prepared = call_cache.find_of_kind(kind, sizes, attrs)
-    if prepared is not None:
-        return prepared
-    family = make_family(op, tensors, attrs, implementation)
-    call_cache.add_family(kind, family)
-    return family.call_of(sizes, attrs)  # pyrefly: ignore
+def read(
+    op: Op, tensors: Tensors, attrs: tuple[Any, ...], implementation: str | None
+) -> tuple[tuple[Any, ...], Sizes, list[int]]:
+    """What a call depends on besides sizes, which is its kind, these as `core.op.template.sizes_of` has them, and its
+    pointers.
 
-
-def kind_of(op: Op, tensors: Tensors, attrs: Attributes, implementation: str | None) -> tuple[tuple[Any, ...], Sizes]:
-    """What a call depends on besides sizes, and these, as `core.op.template.sizes_of` has them."""
+    It is one loop, since it runs before launches.
+    """
     kind: list[Any] = [op, implementation]
     sizes: list[int] = []
-    alignments: list[int] = []
+    pointers: list[int] = []
+    places = 0
     for tensor in tensors:
         if tensor is None:
             kind.append(None)
+            continue
+        shape, address = tensor.shape, tensor.data_ptr()
+        pointers.append(address)
+        places |= address
+        sizes += shape
+        if tensor.is_contiguous():
+            rank = len(shape)
         else:
-            shape, address = tensor.shape, tensor.data_ptr()
-            strides = strides_of(tensor)
-            kind += (len(shape), tensor.dtype, tensor.device, address != 0 or 0 in shape, strides is None)
-            alignments.append(alignment_of(address))
-            sizes += shape
-            if strides is not None:
-                sizes += strides
-    if min(alignments) < 16:
-        alignments = [spec.alignment for spec in as_compiled(present_specs(op, tensors)).values()]
+            rank = -len(shape)
+            sizes += tensor.stride()
+        # One without an address has no elements, or no memory and is refused; −1 is a meta tensor's ordinal too.
+        somewhere = address or (0 in shape and not tensor.is_meta)
+        kind += (rank, tensor.dtype, tensor.get_device() if somewhere else tensor.device)
+    kind += map(type, attrs)  # True is not 1
     for value in attrs:
         if type(value) is int:
-            kind.append(int)
             sizes.append(value)
         else:
             kind.append(value)
-    return (*kind, *alignments), tuple(sizes)
+    if places % 16:
+        kind += (spec.alignment for spec in as_compiled(present_specs(op, tensors)).values())
+    return tuple(kind), tuple(sizes), pointers
 
 
-def kind_of_specs(op: Op, specs: Mapping[str, Spec], attrs: Attributes, device: torch.device) -> tuple[Any, ...]:
-    """The kind of calls on tensors with these specs."""
+def kind_of_specs(op: Op, specs: Mapping[str, Spec], attrs: Attributes, ordinal: int) -> tuple[Any, ...]:
+    """The kind of calls on tensors with these specs, on the GPU of this number."""
     kind: list[Any] = [op, None]
     for name in op.tensors:
         if name in specs:
             spec = specs[name]
-            kind += (len(spec.shape), getattr(torch, spec.dtype), device, True, spec.strides is None)
+            rank = len(spec.shape)
+            kind += (rank if spec.strides is None else -rank, getattr(torch, spec.dtype), ordinal)
         else:
             kind.append(None)
-    kind += (int if type(value) is int else value for value in attrs)
-    return *kind, *(specs[name].alignment for name in op.tensors if name in specs)
+    kind += map(type, attrs)
+    kind += (value for value in attrs if type(value) is not int)
+    alignments = [specs[name].alignment for name in op.tensors if name in specs]
+    return *kind, *(alignments if min(alignments) < 16 else ())
 
 
-def make_family(op: Op, tensors: Tensors, attrs: Attributes, implementation: str | None) -> Family:
-    """Check, plan and compile a call, and all that differ from it in sizes alone."""
+def prepare(
+    op: Op, tensors: Tensors, attrs: tuple[Any, ...], implementation: str | None, kind: Kind, sizes: Sizes
+) -> Prepared:
+    """The first call with given sizes, of a family that is kept or of a new one."""
+    prepared = kind.prepared(sizes, attrs)
+    if prepared is not None:
+        return prepared
+    checked = op.attributes(*attrs)
+    if [*map(type, checked)] != [*map(type, attrs)]:
+        depends_on, sizes, _ = read(op, tensors, checked, implementation)
+        return prepare(op, tensors, checked, implementation, call_cache.kind(depends_on), sizes)
+    calls, family = make_family(op, tensors, checked, implementation)
+    kind.add(calls, family)
+    return Prepared.of(family, sizes, attrs, calls.function(*sizes)[1])
+
+
+def make_family(op: Op, tensors: Tensors, attrs: Attributes, implementation: str | None) -> tuple[Calls, Family]:
+    """Check, plan and compile a call, and with it all that differ from it in sizes alone."""
+    if tensors[0].is_cuda:
+        check_fork(op)
+    check_tensors(op, tensors)
     check_devices(op, tensors)
-    specs = as_compiled(present_specs(op, tensors))
-    template = trace(op, specs, attrs, tensors[0].device, implementation)
+    specs, device = as_compiled(present_specs(op, tensors)), tensors[0].device
+    template = trace_call(op, tuple(map(specs.get, op.tensors)), attrs, device_of(device), implementation)
     check_memory(op, by_name(op, tensors))
-    (family,) = families_of(op, template, [specs], implementation, tensors[0].device)
-    return family
+    calls = template.calls([specs])
+    plan_of = None if device.type == "cuda" else template.at(template.plan)
+    return calls, family_of(calls, calls.starts[0], device, plan_of)
 
 
-def plan_ahead(op: Op, places: Sequence[Mapping[str, Spec]], attrs: Attributes, device: torch.device) -> None:
-    """Plan and compile calls on tensors with specs that differ in sizes alone, at each of some places in memory."""
-    places = [{n: replace(spec, strides=None) if spec.is_dense else spec for n, spec in at.items()} for at in places]
-    families = families_of(op, trace(op, places[0], attrs, device, None), places, None, device)
-    for specs, family in zip(places, families, strict=True):
-        kind = kind_of_specs(op, specs, attrs, device)
-        if kind not in call_cache.ahead:
-            call_cache.ahead[kind] = []
+def plan_ahead(calls: Calls, device: torch.device) -> None:
+    """Make ready, at each of their places, all calls that differ in sizes alone from one that warm-up has planned."""
+    op, attrs, ordinal = calls.op, calls.attrs, ordinal_of(device)
+    for specs, starts in zip(calls.places, calls.starts, strict=True):
+        depends_on = kind_of_specs(op, specs, attrs, ordinal)
+        if depends_on not in call_cache.ahead:
+            kind = call_cache.ahead[depends_on] = Kind()
             for alike in _naming_fewer_formats(op, specs, attrs):
-                call_cache.ahead.setdefault(kind_of_specs(op, specs, alike, device), call_cache.ahead[kind])
-        call_cache.ahead[kind].append(family)
+                call_cache.ahead.setdefault(kind_of_specs(op, specs, alike, ordinal), kind)
+        families = call_cache.ahead[depends_on].ahead
+        families.add(calls.sizes, calls.function, family_of(calls, starts, device))
 
 
 def _naming_fewer_formats(op: Op, specs: Mapping[str, Spec], attrs: Attributes) -> Iterator[Attributes]:
@@ -384,66 +409,26 @@ def _naming_fewer_formats(op: Op, specs: Mapping[str, Spec], attrs: Attributes) 
                 yield fewer
 
 
-def trace(
-    op: Op, specs: Mapping[str, Spec], attrs: Attributes, device: torch.device, implementation: str | None
-) -> Template:
-    return trace_call(op, tuple(map(specs.get, op.tensors)), attrs, device_of(device), implementation)
+def ordinal_of(device: torch.device) -> int:
+    return device.index if device.type == "cuda" else -1
 
 
-def families_of(
-    op: Op, template: Template, places: Sequence[Mapping[str, Spec]], implementation: str | None, device: torch.device
-) -> list[Family]:
-    """The calls of a template on arguments that begin where those of `places` do, with their kernels compiled."""
-    arguments = {name: spec for name, spec in zip(op.tensors, template.specs, strict=True) if spec is not None}
-    pairs, distances = _memory.distances(op, _memory.spaces(op, arguments, template.results, template.workspace_bytes))
-    results = tuple((spec.shape, row_major(spec.shape), getattr(torch, spec.dtype)) for spec in template.results)
-    on_gpu = device.type == "cuda"
-    kernels = [loaded(template, arguments, specs, device) if on_gpu else [] for specs in places]
-    families = []
-    for each in kernels:  # all of which are known here: a function ends the trace
-        launches = describe_launches(each, *arrays_of(template, arguments)) if on_gpu else None
-        calls = template.trace.function((results, distances, template.workspace_bytes, launches))
-        in_turn = launches_in_turn(template, arguments, each) if on_gpu and launches is None else None
-        plan_of = None if on_gpu else template.at(template.plan)
-        ordinal = device.index if on_gpu else -1
-        families.append(Family(op, implementation, ordinal, calls, pairs, _checks(pairs), in_turn, plan_of))
-    return families
+def family_of(
+    calls: Calls, starts: tuple[Start, ...], device: torch.device, plan_of: Callable[..., Plan] | None = None
+) -> Family:
+    """Calls of a template at one of its places, with their kernels compiled and loaded."""
+    ordinal = ordinal_of(device)
+    kernels = None if ordinal < 0 else batch_launcher(ordinal, loaded(starts, device))
+    dtypes = tuple(getattr(torch, dtype) for dtype in calls.dtypes)
+    return Family(calls.op, ordinal, dtypes, calls.pairs, _checks(calls.pairs), starts, kernels, plan_of)
 
 
 @cache
-def _checks(pairs: tuple[_memory.Pair, ...]) -> dict[int, Callable[..., bool]]:
+def _checks(pairs: tuple[Pair, ...]) -> dict[int, Callable[..., bool]]:
     """`Family.disjoint` of all families with these pairs."""
     return {}
 
 
-# A kernel that is loaded, its launch, and whether it may start before the launch before it has ended.
-Loaded = tuple[CompiledKernel, Launch, bool]
-
-
-def loaded(
-    template: Template, arguments: Mapping[str, Spec], places: Mapping[str, Spec], device: torch.device
-) -> list[Loaded]:
-    """A template's kernels, for arguments that begin where those of `places` do."""
-    specs = {name: replace(spec, alignment=places[name].alignment) for name, spec in arguments.items()}
-    kernels = []
-    for launch in template.active:
-        kernel = compiled(specialize(launch, template.plan, specs), device_of(device).arch, device.index)
-        kernels.append((load(kernel), launch, launch.waits and bool(kernels)))
-    return kernels
-
-
-def arrays_of(template: Template, arguments: Mapping[str, Spec]) -> tuple[list[str], tuple[str, ...], dict[str, int]]:
-    """What `describe_launches` and `sequential_launcher` know arrays by."""
-    return [*arguments], template.plan.results, template.workspace
-
-
-def launches_in_turn(
-    template: Template, arguments: Mapping[str, Spec], kernels: Sequence[Loaded]
-) -> tuple[Callable[..., None], Callable[..., tuple[int, ...]]]:
-    """`Family.in_turn`."""
-    starters = [
-        (bind_launch(kernel, tuple(value for _, value in launch.constexpr_values), early), launch)
-        for kernel, launch, early in kernels
-    ]
-    launch_each, numbers = sequential_launcher(starters, *arrays_of(template, arguments))
-    return launch_each, template.trace.function(numbers)
+def loaded(starts: Sequence[Start], device: torch.device) -> list[tuple[CompiledKernel, Start]]:
+    """Launches by their kernels."""
+    return [(load(compiled(start.kernel, device_of(device).arch, device.index)), start) for start in starts]

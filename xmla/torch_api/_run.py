@@ -1,18 +1,17 @@
 """Runs plans on torch tensors. A call is prepared once, and the result is kept for calls of the same shapes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from xmla.core.compile import as_compiled
 from xmla.core.config import settings
 from xmla.core.debug import shadow
 from xmla.core.debug.checks import check_values
-from xmla.core.op import Op
+from xmla.core.op import Op, check_overlap, disjoint_check, spaces
 from xmla.core.plan import Plan
 from xmla.core.values import DTYPES, Attributes
-from xmla.torch_api import _memory, _prepared, _private
+from xmla.torch_api import _prepared, _private
 from xmla.torch_api._arrays import device_of, spec_of, take, to_numpy
 from xmla.torch_api._checks import (
     Tensors,
@@ -25,10 +24,8 @@ from xmla.torch_api._checks import (
     check_workspace,
     written_names,
 )
-from xmla.torch_api._launch import (
-    profiler_hooks,
-)
-from xmla.torch_api._prepared import Prepared, launches_in_turn, loaded, present_specs, recall, remember, trace
+from xmla.torch_api._launch import profiler_hooks, sequential_launcher
+from xmla.torch_api._prepared import Prepared, loaded, present_specs, recall, remember
 
 
 def accepts_out(prepared: Prepared, out: Sequence[torch.Tensor]) -> bool:
@@ -76,25 +73,10 @@ def look_up(
     op: Op, tensors: Tensors, attrs: tuple[Any, ...], out: Sequence[torch.Tensor] = (),
     workspace: torch.Tensor | None = None, implementation: str | None = None,
 ) -> Sequence[torch.Tensor]:  # fmt: skip
-    """Run a call that `recall` has not found: by one prepared for the same key before, or prepared now.
-
-    The key holds everything that plans and kernels depend on. It is built inline, since this runs before launches, and
-    flat, since each object of it that holds others is kept with the call.
-    """
-    pointers: list[int] = []
-    key: list[Any] = [op, implementation, *attrs, *map(type, attrs)]  # True is not 1
+    """Run a call that `recall` has not found: one whose sizes came before, or are of a family that is kept, or new."""
     try:
+        depends_on, sizes, pointers = _prepared.read(op, tensors, attrs, implementation)
         ordinal = tensors[0].get_device()  # −1 on the CPU
-        for tensor in tensors:
-            if tensor is None:
-                key.append(None)
-            else:
-                address = tensor.data_ptr()
-                pointers.append(address)
-                place = address % 16 if address else tensor.device  # −1 is a meta tensor's ordinal too
-                key += tensor.shape
-                key += tensor.stride()
-                key += (tensor.dtype, tensor.get_device(), place)
         elsewhere = ordinal >= 0 and ordinal != _private.current_device()
     except AttributeError:
         check_tensors(op, tensors)
@@ -107,17 +89,17 @@ def look_up(
     if elsewhere:
         with torch.cuda.device(ordinal):
             return call(op, tensors, attrs, out, workspace, implementation)
+    cache = _prepared.call_cache
     try:
-        prepared = _prepared.call_cache.find(tuple(key))
+        kind = cache.kind(depends_on)
     except TypeError:  # an attribute that cannot be hashed
-        prepared = None
+        return call(op, tensors, op.attributes(*attrs), out, workspace, implementation)
+    prepared = cache.find(kind, sizes)
     if prepared is None:
-        checked = attrs if isinstance(attrs, op.Values) else op.attributes(*attrs)
-        if [*map(type, checked)] != [*map(type, attrs)]:
-            return call(op, tensors, checked, out, workspace, implementation)
-        prepared = _prepared.prepare(op, tensors, checked, implementation)
-        _prepared.call_cache.add(tuple(key), prepared)
-    remember(op, tensors, attrs, implementation, prepared)
+        prepared = _prepared.prepare(op, tensors, attrs, implementation, kind, sizes)
+        cache.add(kind, sizes, prepared)
+    else:  # not at its first call: many sizes never come again
+        remember(op, tensors, attrs, implementation, prepared)
     return run(op, tensors, prepared, pointers, out, workspace)
 
 
@@ -175,11 +157,11 @@ def _check_overlap(
     family = prepared.family
     disjoint = family.disjoint.get(len(addresses))
     if disjoint is None:
-        disjoint = family.disjoint[len(addresses)] = _memory.disjoint_check(family.pairs, len(addresses))
+        disjoint = family.disjoint[len(addresses)] = disjoint_check(family.pairs, len(addresses))
     if not disjoint(prepared.distances, *addresses):
         arguments = present_specs(op, tensors)
-        spaces = _memory.spaces(op, arguments, prepared.result_specs, prepared.workspace_bytes)
-        _memory.check_overlap(op, dict([*spaces.items()][: len(addresses)]), addresses)
+        within = spaces(op, arguments, prepared.result_specs, prepared.workspace_bytes)
+        check_overlap(op, dict([*within.items()][: len(addresses)]), addresses)
 
 
 def _check_and_sample(op: Op, tensors: Tensors, attrs: Attributes) -> shadow.Sample | None:
@@ -206,21 +188,9 @@ def _launch(
     else:
         family = prepared.family
         if family.in_turn is None:
-            family.in_turn = _in_turn(op, tensors, prepared)
-        launch_each, numbers_of = family.in_turn
-        if prepared.numbers is None:
-            prepared.numbers = numbers_of(*prepared.sizes)
-        launch_each(prepared.numbers, stream, enter, leave, pointers, out, workspace)
-
-
-def _in_turn(
-    op: Op, tensors: Tensors, prepared: Prepared
-) -> tuple[Callable[..., None], Callable[..., tuple[int, ...]]]:
-    """`Family.in_turn` of a call, which is traced once more: a profiler looks on."""
-    specs, device = as_compiled(present_specs(op, tensors)), tensors[0].device
-    template = trace(op, specs, op.Values(*prepared.attrs), device, prepared.family.implementation)
-    arguments = {name: spec for name, spec in zip(op.tensors, template.specs, strict=True) if spec is not None}
-    return launches_in_turn(template, arguments, loaded(template, arguments, specs, device))
+            launches = loaded(family.starts, tensors[0].device)
+            family.in_turn = sequential_launcher(launches, len(pointers), len(out))
+        family.in_turn(prepared.numbers, stream, enter, leave, pointers, out, workspace)
 
 
 def _interpret(

@@ -1,5 +1,7 @@
 // The launches of a plan, one after the other, in one call from Python: xmla/torch_api/_launch.py says what it replaces.
 //
+// Kernels are those of all calls that differ in sizes alone; called with the numbers of one they give its Launches.
+//
 // The driver's functions are those of the libcuda that the process has loaded; none is linked. Of Python it takes the
 // limited API, so that a release's wheel has one library for all versions.
 
@@ -21,28 +23,36 @@ static CUresult (*retain_context)(CUcontext*, CUdevice);
 static CUresult (*error_text)(CUresult, const char**);
 static PyObject* data_ptr;
 
-// An argument is a value, added to the address at its place among inputs, results and workspace, or a runtime size if
-// its place is −1.
+// An argument is the address at its place among inputs, results and workspace, and the number at its index is added.
+// A runtime size has no address, most arrays have no number: −1.
 typedef struct {
-  int32_t place;
-  int64_t value;
+  int32_t place, number;
 } Argument;
 
 typedef struct {
   CUfunction function;
-  unsigned programs, warps, shared_bytes;
+  unsigned warps, ctas, shared_bytes;
   int early;  // it may start before the one before it has ended
+  int programs;  // the index of their number
   Py_ssize_t count;
-} Launch;
+} Kernel;
+
+typedef struct {
+  PyObject_HEAD
+  CUdevice device;
+  Py_ssize_t kernel_count, argument_count, number_count;
+  Kernel* kernels;
+  Argument* arguments;  // of all kernels
+} Kernels;
 
 typedef struct {
   PyObject_HEAD
   vectorcallfunc call;
-  CUdevice device;
-  Py_ssize_t launch_count, argument_count;
-  Launch* launches;
-  Argument* arguments;  // of all launches
+  Kernels* kernels;
+  int64_t numbers[];
 } Launches;
+
+static PyTypeObject* launches_type;
 
 static int refuse(CUresult result) {
   const char* text = NULL;
@@ -77,19 +87,21 @@ static CUresult launch_all(const Launches* self, CUstream stream, const int64_t*
   void* parameters[kMostArguments + 2];
   CUlaunchAttribute attribute = {.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
                                  .value.programmaticStreamSerializationAllowed = 1};
-  const Argument* argument = self->arguments;
-  for (Py_ssize_t i = 0; i < self->launch_count; ++i) {
-    const Launch* launch = &self->launches[i];
-    for (Py_ssize_t j = 0; j < launch->count; ++j, ++argument) {
-      values[j] = argument->value + (argument->place < 0 ? 0 : addresses[argument->place]);
+  const Argument* argument = self->kernels->arguments;
+  for (Py_ssize_t i = 0; i < self->kernels->kernel_count; ++i) {
+    const Kernel* kernel = &self->kernels->kernels[i];
+    for (Py_ssize_t j = 0; j < kernel->count; ++j, ++argument) {
+      values[j] = argument->place < 0 ? 0 : addresses[argument->place];
+      values[j] += argument->number < 0 ? 0 : self->numbers[argument->number];
       parameters[j] = &values[j];
     }
-    parameters[launch->count] = parameters[launch->count + 1] = &scratch;
-    CUlaunchConfig config = {.gridDimX = launch->programs, .gridDimY = 1, .gridDimZ = 1,
-                             .blockDimX = kThreadsOfWarp * launch->warps, .blockDimY = 1, .blockDimZ = 1,
-                             .sharedMemBytes = launch->shared_bytes, .hStream = stream,
-                             .attrs = &attribute, .numAttrs = launch->early};
-    CUresult result = launch_kernel(&config, launch->function, parameters, NULL);
+    parameters[kernel->count] = parameters[kernel->count + 1] = &scratch;
+    CUlaunchConfig config = {.gridDimX = (unsigned)self->numbers[kernel->programs] * kernel->ctas,
+                             .gridDimY = 1, .gridDimZ = 1,
+                             .blockDimX = kThreadsOfWarp * kernel->warps, .blockDimY = 1, .blockDimZ = 1,
+                             .sharedMemBytes = kernel->shared_bytes, .hStream = stream,
+                             .attrs = &attribute, .numAttrs = kernel->early};
+    CUresult result = launch_kernel(&config, kernel->function, parameters, NULL);
     if (result != CUDA_SUCCESS) return result;
   }
   return CUDA_SUCCESS;
@@ -124,7 +136,7 @@ static PyObject* call(PyObject* object, PyObject* const* args, size_t given, PyO
   if (args[3] != Py_None && address_of(args[3], &addresses[reads + writes]) < 0) goto end;
   CUresult result;
   Py_BEGIN_ALLOW_THREADS;
-  result = enter_context(self->device);
+  result = enter_context(self->kernels->device);
   if (result == CUDA_SUCCESS) result = launch_all(self, stream, addresses);
   Py_END_ALLOW_THREADS;
   if (result == CUDA_SUCCESS) {
@@ -138,53 +150,84 @@ end:
   return done;
 }
 
-static void release(PyObject* object) {
-  Launches* self = (Launches*)object;
+static void release_launches(PyObject* object) {
   PyTypeObject* type = Py_TYPE(object);
-  PyMem_Free(self->launches);
+  Py_DECREF(((Launches*)object)->kernels);
+  PyObject_Free(object);
+  Py_DECREF(type);
+}
+
+// kernels(numbers): those of a call, as a tuple
+static PyObject* sized(PyObject* object, PyObject* args, PyObject* names) {
+  Kernels* self = (Kernels*)object;
+  PyObject* numbers;
+  if (!PyArg_ParseTuple(args, "O!", &PyTuple_Type, &numbers)) return NULL;
+  Py_ssize_t count = PyTuple_Size(numbers);
+  if (count < self->number_count) {
+    PyErr_SetString(PyExc_ValueError, "there are fewer numbers than the launches name");
+    return NULL;
+  }
+  Launches* launches = (Launches*)PyObject_Malloc(offsetof(Launches, numbers) + count * sizeof(int64_t));
+  if (launches == NULL) return PyErr_NoMemory();
+  PyObject_Init((PyObject*)launches, launches_type);
+  launches->call = call;
+  launches->kernels = (Kernels*)Py_NewRef(object);
+  for (Py_ssize_t i = 0; i < count; ++i) launches->numbers[i] = PyLong_AsLongLong(PyTuple_GetItem(numbers, i));
+  if (!PyErr_Occurred()) return (PyObject*)launches;
+  Py_DECREF(launches);
+  return NULL;
+}
+
+static void release_kernels(PyObject* object) {
+  Kernels* self = (Kernels*)object;
+  PyTypeObject* type = Py_TYPE(object);
+  PyMem_Free(self->kernels);
   PyMem_Free(self->arguments);
   PyObject_Free(object);
   Py_DECREF(type);
 }
 
-// Launches(device, [(function, programs, warps, shared bytes, early, [(place, value), …]), …])
+static void need(Kernels* self, int number) {
+  if (number >= self->number_count) self->number_count = number + 1;
+}
+
+// Kernels(device, [(function, warps, ctas, shared bytes, early, programs, ((place, number), …)), …])
 static PyObject* create(PyTypeObject* type, PyObject* args, PyObject* names) {
   int device;
   PyObject* given;
   if (!PyArg_ParseTuple(args, "iO!", &device, &PyList_Type, &given)) return NULL;
-  Launches* self = (Launches*)PyType_GenericAlloc(type, 0);
+  Kernels* self = (Kernels*)PyType_GenericAlloc(type, 0);
   if (self == NULL) return NULL;
-  self->call = call;
   self->device = device;
-  self->launch_count = PyList_Size(given);
-  self->launches = PyMem_Calloc(self->launch_count + 1, sizeof(Launch));
-  for (Py_ssize_t i = 0; self->launches && i < self->launch_count; ++i) {
-    Launch* launch = &self->launches[i];
+  self->kernel_count = PyList_Size(given);
+  self->kernels = PyMem_Calloc(self->kernel_count + 1, sizeof(Kernel));
+  for (Py_ssize_t i = 0; self->kernels && i < self->kernel_count; ++i) {
+    Kernel* kernel = &self->kernels[i];
     unsigned long long function;
     PyObject* arguments;
-    if (!PyArg_ParseTuple(PyList_GetItem(given, i), "KIIIpO!", &function, &launch->programs, &launch->warps,
-                          &launch->shared_bytes, &launch->early, &PyList_Type, &arguments)) {
+    if (!PyArg_ParseTuple(PyList_GetItem(given, i), "KIIIpiO!", &function, &kernel->warps, &kernel->ctas,
+                          &kernel->shared_bytes, &kernel->early, &kernel->programs, &PyTuple_Type, &arguments)) {
       goto fail;
     }
-    launch->function = (CUfunction)function;
-    launch->count = PyList_Size(arguments);
-    if (launch->count > kMostArguments) {
+    kernel->function = (CUfunction)function;
+    kernel->count = PyTuple_Size(arguments);
+    need(self, kernel->programs);
+    if (kernel->count > kMostArguments) {
       PyErr_SetString(PyExc_ValueError, "too many arguments");
       goto fail;
     }
-    Py_ssize_t count = self->argument_count + launch->count;
+    Py_ssize_t count = self->argument_count + kernel->count;
     Argument* more = PyMem_Realloc(self->arguments, (count + 1) * sizeof(Argument));
     if (more == NULL) goto fail;
     self->arguments = more;
-    for (Py_ssize_t j = 0; j < launch->count; ++j) {
+    for (Py_ssize_t j = 0; j < kernel->count; ++j) {
       Argument* argument = &more[self->argument_count + j];
-      long long value;
-      if (!PyArg_ParseTuple(PyList_GetItem(arguments, j), "iL", &argument->place, &value)) goto fail;
-      argument->value = value;
+      if (!PyArg_ParseTuple(PyTuple_GetItem(arguments, j), "ii", &argument->place, &argument->number)) goto fail;
+      need(self, argument->number);
     }
     self->argument_count = count;
   }
-  if (self->launches != NULL) return (PyObject*)self;
+  if (self->kernels != NULL) return (PyObject*)self;
 fail:
   if (!PyErr_Occurred()) PyErr_NoMemory();
   Py_DECREF(self);
@@ -195,11 +238,18 @@ static PyMemberDef members[] = {
     {"__vectorcalloffset__", Py_T_PYSSIZET, offsetof(Launches, call), Py_READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
-static PyType_Slot slots[] = {
-    {Py_tp_new, create}, {Py_tp_dealloc, release}, {Py_tp_call, PyVectorcall_Call}, {Py_tp_members, members}, {0, NULL},
+static PyType_Slot slots_of_launches[] = {
+    {Py_tp_dealloc, release_launches}, {Py_tp_call, PyVectorcall_Call}, {Py_tp_members, members}, {0, NULL},
 };
-static PyType_Spec spec = {
-    "xmla_launcher.Launches", sizeof(Launches), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, slots,
+static PyType_Spec spec_of_launches = {
+    "xmla_launcher.Launches", sizeof(Launches), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots_of_launches,
+};
+static PyType_Slot slots_of_kernels[] = {
+    {Py_tp_new, create}, {Py_tp_dealloc, release_kernels}, {Py_tp_call, sized}, {0, NULL},
+};
+static PyType_Spec spec_of_kernels = {
+    "xmla_launcher.Kernels", sizeof(Kernels), 0, Py_TPFLAGS_DEFAULT, slots_of_kernels,
 };
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "xmla_launcher", NULL, -1, NULL, NULL, NULL, NULL, NULL};
 
@@ -220,7 +270,8 @@ PyMODINIT_FUNC PyInit_xmla_launcher(void) {
   }
   data_ptr = PyUnicode_InternFromString("data_ptr");
   PyObject* result = PyModule_Create(&module);
-  PyObject* type = result ? PyType_FromSpec(&spec) : NULL;
-  if (type == NULL || PyModule_AddObject(result, "Launches", type) < 0) return NULL;
+  launches_type = result ? (PyTypeObject*)PyType_FromSpec(&spec_of_launches) : NULL;
+  PyObject* type = launches_type ? PyType_FromSpec(&spec_of_kernels) : NULL;
+  if (type == NULL || PyModule_AddObject(result, "Kernels", type) < 0) return NULL;
   return result;
 }

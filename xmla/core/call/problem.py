@@ -24,6 +24,14 @@ LARGEST_SIZE = 2**31 - 2**20
 Arrays = Mapping[str, np.ndarray]
 
 
+# Axes whose sizes change from call to call: tokens, requests, pages, keys, selected keys and blocks, positions, places.
+# The others are a model's: dims, heads, entries per page, ranks.
+GROWING = frozenset({
+    "T", "B", "B+1", "M", "STATE_M", "K", "BLOCKS", "EXTRA_K", "N", "S", "COLUMNS", "P", "EXTRA_P", "SOURCE_P",
+    "STATE_P", "PLACES",
+})  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """An argument: axes by name (equal names have equal sizes across the arguments) and the dtypes accepted.

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xmla.core.compile import Specialization, begins_anywhere, specialize
-from xmla.core.op import Op, Sizes, kind_of, plan_call, sizes_of, trace_call
-from xmla.core.plan import Launch, Plan, estimate
+from xmla.core.op import Calls, Op, Sizes, kind_of, plan_call, sizes_of, trace_call
+from xmla.core.plan import Plan, estimate
 from xmla.core.registry import registry
-from xmla.core.values import Attributes, Device, Spec, Trace
+from xmla.core.values import Attributes, Device, Families, Spec, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +37,9 @@ class Call:
         return plan_call(*self.bound, device, implementation)[0]
 
     def specializations(self, device: Device) -> list[Specialization]:
-        """The kernels that the call launches on `device`."""
+        """The kernels that the call launches on `device`. Where its arguments begin does not change the plan."""
         plan = self.plan(device)
-        return self.specialized(plan, plan.active, self.specs)
-
-    def specialized(self, plan: Plan, launches: Iterable[Launch], specs: Mapping[str, Spec]) -> list[Specialization]:
-        """The kernels of these launches of the call's plan. `specs` are its arguments, perhaps with a trace's sizes.
-
-        Where arguments begin does not change the plan.
-        """
-        return [specialize(launch, plan, each) for each in self.placed(specs) for launch in launches]
+        return [specialize(launch, plan, placed) for placed in self.placed(self.specs) for launch in plan.active]
 
     def placed(self, specs: Mapping[str, Spec]) -> list[Mapping[str, Spec]]:
         """The arguments `specs`, and where the call says so the same that begin on no multiple of 16 bytes."""
@@ -109,22 +102,14 @@ class Kind:
 
     has_room: bool
     seen: set[Sizes] = field(default_factory=set)
-    families: list[Callable[..., Any]] = field(default_factory=list)
+    families: Families[None] = field(default_factory=Families)
 
     def is_new(self, sizes: Sizes) -> bool:
         """Whether no call with the same kernels was there before."""
         if sizes in self.seen:
             return False
         self.seen.add(sizes)
-        return self.family(sizes) is None
-
-    def family(self, sizes: Sizes) -> Callable[..., Any] | None:
-        """What tells the calls with the kernels of one of these sizes, if there was one."""
-        for place, family in enumerate(self.families):
-            if family(*sizes) is not None:
-                self.families.insert(0, self.families.pop(place))
-                return family
-        return None
+        return self.families.find(sizes) is None
 
 
 class KernelList:
@@ -134,15 +119,15 @@ class KernelList:
     planned. Likewise a step's calls are made once: for other sizes theirs are arithmetic (core/op/template.py).
 
     Attributes:
-        planned: The calls that were planned, one for all with its answers.
+        planned: The calls that were planned, each one for all with its answers.
     """
 
     def __init__(self, device: Device) -> None:
         self.device: Device = device
         self.listed: dict[Specialization, None] = {}
-        self.planned: list[Call] = []
+        self.planned: list[Calls] = []
         self._kinds: dict[Any, Kind] = {}
-        self._steps: defaultdict[Make, list[Callable[..., Any]]] = defaultdict(list)
+        self._steps: defaultdict[Make, Families[None]] = defaultdict(Families)
 
     def add(self, call: Call) -> None:
         kind, sizes = self._kind(call)
@@ -168,35 +153,39 @@ class KernelList:
         self.add_between(make, low, middle, *sizes)
         self.add_between(make, middle, high, *sizes)
 
-    def _of_room(self, make: Make, *sizes: int) -> list[Callable[..., Any] | None]:
+    def _of_room(self, make: Make, *sizes: int) -> list[Any]:
         """What tells a step's calls that say how many bytes of workspace there are from others."""
-        return [kind.family(of_call) for kind, of_call in self._calls(make, sizes) if kind.has_room]
+        calls = [(kind, of_call) for kind, of_call in self._calls(make, sizes) if kind.has_room]
+        return [known and known[0] for known in (kind.families.find(of_call) for kind, of_call in calls)]
 
     def _calls(self, make: Make, sizes: tuple[int, ...]) -> list[tuple[Kind, Sizes]]:
-        known = (calls for step in self._steps[make] if (calls := step(*sizes)) is not None)
-        return next(known, None) or self._trace_step(make, sizes)(*sizes)
-
-    def _trace_step(self, make: Make, sizes: tuple[int, ...]) -> Callable[..., Any]:
-        """What gives the kinds and sizes of a step's calls, of its own sizes; None for a step of other calls."""
+        known = self._steps[make].find(sizes)
+        if known is not None:
+            return known[1]
         trace = Trace()
-        self._steps[make].append(trace.function([self._kind(call) for call in make(*map(trace.input, sizes))]))
-        return self._steps[make][-1]
+        function = trace.function([self._kind(call) for call in make(*map(trace.input, sizes))])
+        self._steps[make].add(sizes, function, None)
+        return function(*sizes)[1]
 
     def _kind(self, call: Call) -> tuple[Kind, Sizes]:
         op, specs, attrs = call.bound
+        specs = tuple(map(without_dense_strides, specs))
         key = call.unaligned, *kind_of(op, specs, attrs)
         return self._kinds.setdefault(key, Kind("workspace_bytes" in call.attrs)), sizes_of(specs, attrs)
 
     def _plan(self, call: Call, kind: Kind) -> None:
         """Plan a call, with its sizes as symbols, and list its kernels."""
-        self.planned.append(call)
         op, specs, attrs = call.bound
+        specs = tuple(map(without_dense_strides, specs))
         template = trace_call(op, specs, attrs, self.device, None)
-        present = {name: spec for name, spec in zip(op.tensors, template.specs, strict=True) if spec is not None}
-        # The launches of a call's parts differ in sizes alone, and share the objects of all else.
-        unlike = {
-            (each.kernel, id(each.constexprs), *each.arrays.items(), *each.options.values()): each
-            for each in template.active
-        }
-        self.listed |= dict.fromkeys(call.specialized(template.plan, unlike.values(), present))
-        kind.families.insert(0, template.trace.function(()))
+        present = {name: spec for name, spec in zip(op.tensors, specs, strict=True) if spec is not None}
+        calls = template.calls(call.placed(present))
+        for kernel in (start.kernel for starts in calls.starts for start in starts):
+            self.listed.setdefault(kernel)
+        self.planned.append(calls)
+        kind.families.add(calls.sizes, calls.function, None)
+
+
+def without_dense_strides(spec: Spec | None) -> Spec | None:
+    """The spec as that of a tensor, which says nothing of strides if it is dense."""
+    return replace(spec, strides=None) if spec is not None and spec.strides is not None and spec.is_dense else spec

@@ -7,7 +7,7 @@ from xmla.core.call import LARGEST_SIZE, Problem
 from xmla.core.errors import UnsupportedError
 from xmla.core.op.op import Op
 from xmla.core.plan import Plan
-from xmla.core.values import INTERPRETER, MIN_ARCH, Attributes, Device, Spec
+from xmla.core.values import INTERPRETER, MIN_ARCH, Attributes, Device, Spec, largest
 
 log = logging.getLogger("xmla.plans")
 
@@ -22,11 +22,11 @@ def make_plan(
     problem = op.bind(dict(zip(op.tensors, specs, strict=True)), attrs, implementation)
     plan = op.plan(problem, device)
     _check_architecture(problem, device)
-    for launch in plan.launches:
-        for name, size in launch.sizes.items():
-            if size > LARGEST_SIZE:
-                supported = f"sizes and strides in elements up to {LARGEST_SIZE}"
-                raise UnsupportedError(f"{op.name}: {name} of {launch.name} is {size}, supported: {supported}")
+    sizes = [(launch, name, size) for launch in plan.launches for name, size in launch.sizes.items()]
+    if largest({id(size): size for _, _, size in sizes}.values()) > LARGEST_SIZE:
+        launch, name, size = next(each for each in sizes if each[2] > LARGEST_SIZE)
+        supported = f"sizes and strides in elements up to {LARGEST_SIZE}"
+        raise UnsupportedError(f"{op.name}: {name} of {launch.name} is {size}, supported: {supported}")
     log.debug("%s on %s: %s", op.name, device.name, plan)
     return plan, tuple(problem.results.values())
 

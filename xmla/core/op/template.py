@@ -1,16 +1,62 @@
 """Plans of calls that differ in sizes alone: one is made with its sizes as symbols, the others are arithmetic."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from xmla.core.call import GROWING
+from xmla.core.compile import Specialization, specialize
 from xmla.core.op.memo import make_plan
+from xmla.core.op.memory import Pair, distances, spaces
 from xmla.core.op.op import Op
 from xmla.core.plan import Launch, Plan
-from xmla.core.values import Attributes, Device, Size, Spec, Trace, sizes_in, with_numbers
+from xmla.core.values import Attributes, Device, Size, Spec, Trace, row_major, sizes_in, with_numbers
 
 Specs = tuple[Spec | None, ...]
 Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Start:
+    """A launch of all calls of a template: what differs between these is among a call's numbers.
+
+    Attributes:
+        early: It may start before the launch before it has ended.
+        programs: The place of their number.
+        arguments: Of each the place of its array among a call's arguments, results and workspace, and the place of the
+            number of bytes from there on; −1 where there are none. A size is a number without an array.
+    """
+
+    kernel: Specialization
+    early: bool
+    programs: int
+    arguments: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Calls:
+    """All calls of a template, in few objects: a full collection of garbage looks at those of thousands.
+
+    Attributes:
+        places: The arguments of the call that was traced, at each place in memory where they may begin.
+        attrs: Its attributes.
+        sizes: Its sizes, in the order of `sizes_of`.
+        function: What gives of a call's sizes, as `Trace.function`, all that it needs: shape and strides of each
+            result, what `disjoint_check` takes, the bytes of the workspace, and the numbers of `starts`, which are
+            where buffers of the workspace begin, then programs and sizes of each launch.
+        dtypes: Those of the results.
+        pairs: Which memory has to lie apart.
+        starts: The launches, for the arguments at each of `places`.
+    """
+
+    op: Op
+    places: Sequence[Mapping[str, Spec]]
+    attrs: Attributes
+    sizes: Sizes
+    function: Callable[..., tuple[Any, Any]]
+    dtypes: tuple[str, ...]
+    pairs: tuple[Pair, ...]
+    starts: tuple[tuple[Start, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,6 +67,9 @@ class Template:
     the text has the numbers of one call.
     """
 
+    op: Op
+    attrs: Attributes  # of the call that is traced, as its sizes
+    sizes: Sizes
     trace: Trace
     specs: Specs  # of the arguments
     results: tuple[Spec, ...]
@@ -29,14 +78,49 @@ class Template:
     workspace: dict[str, int]
     workspace_bytes: int
 
+    @property
+    def arguments(self) -> dict[str, Spec]:
+        """Specs of the arguments that are given."""
+        return {name: spec for name, spec in zip(self.op.tensors, self.specs, strict=True) if spec is not None}
+
+    def _starts(self, placed: Mapping[str, Spec]) -> tuple[Start, ...]:
+        """The launches, for arguments that begin where those of `placed` do."""
+        specs = {name: replace(spec, alignment=placed[name].alignment) for name, spec in self.arguments.items()}
+        arrays = [*specs, *self.plan.results]
+        places = {name: (place, -1) for place, name in enumerate(arrays)}
+        places |= {name: (len(arrays), number) for number, name in enumerate(self.workspace)}
+        starts, programs = [], len(self.workspace)
+        kernels: dict[Any, Specialization] = {}  # launches of a call's parts share the objects of all but their sizes
+        for launch in self.active:
+            after = programs + 1 + len(launch.size_values)
+            sizes = ((-1, number) for number in range(programs + 1, after))
+            arguments = *(places[name] for name in launch.reads), *sizes, *(places[name] for name in launch.writes)
+            alike = launch.kernel, id(launch.constexprs), *launch.arrays.items(), *launch.options.values()
+            if alike not in kernels:
+                kernels[alike] = specialize(launch, self.plan, specs)
+            starts.append(Start(kernels[alike], launch.waits and bool(starts), programs, arguments))
+            programs = after
+        return tuple(starts)
+
+    def calls(self, places: Sequence[Mapping[str, Spec]]) -> "Calls":
+        """What is kept of the template, with launches for arguments that begin where those of each place do."""
+        pairs, apart = distances(self.op, spaces(self.op, self.arguments, self.results, self.workspace_bytes))
+        results = tuple((spec.shape, row_major(spec.shape)) for spec in self.results)
+        of_launches = (number for launch in self.active for number in (launch.grid[0], *launch.size_values))
+        numbers = *self.workspace.values(), *of_launches
+        starts = tuple(map(self._starts, places))  # before the function, which ends the trace
+        function = self.trace.function((results, apart, self.workspace_bytes, numbers))
+        dtypes = tuple(spec.dtype for spec in self.results)
+        return Calls(self.op, places, self.attrs, self.sizes, function, dtypes, pairs, starts)
+
     def at(self, result: Any) -> Callable[..., Any]:
         """The function that gives `result` with the numbers of other sizes, or None if they have another template."""
         sizes = [*{id(size): size for size in sizes_in(result)}.values()]
         numbers = self.trace.function(tuple(sizes))
 
         def of(*values: int) -> Any:
-            computed = numbers(*values)
-            if computed is None:
+            difference, computed = numbers(*values)
+            if difference is not None:
                 return None
             by_size = {id(size): number for size, number in zip(sizes, computed, strict=True)}
             return with_numbers(result, lambda size: by_size[id(size)])
@@ -57,20 +141,24 @@ def kind_of(op: Op, specs: Specs, attrs: Attributes) -> tuple[Any, ...]:
 
 
 def trace_call(op: Op, specs: Specs, attrs: Attributes, device: Device, implementation: str | None) -> Template:
-    """Plan a call, as `make_plan` does, and note on what the plan depends."""
+    """Plan a call, as `make_plan` does, and note on what the plan depends. Sizes of a model are constants."""
     trace = Trace()
+    constants: list[Size] = []
 
-    def traced(spec: Spec) -> Spec:
+    def traced(spec: Spec, axes: Sequence[str]) -> Spec:
         shape = tuple(map(trace.input, spec.shape))
+        constants.extend(size for size, axis in zip(shape, axes, strict=False) if axis not in GROWING)
         return replace(spec, shape=shape, strides=spec.strides and tuple(map(trace.input, spec.strides)))
 
-    specs = tuple(spec and traced(spec) for spec in specs)
-    attrs = op.Values(*(trace.input(value) if type(value) is int else value for value in attrs))
-    plan, results = make_plan(op, specs, attrs, device, implementation)
-    constants: dict[int, Any] = {}  # parts of a call that are alike have the same objects
-    launches = tuple(_with_constants(launch, trace, constants) for launch in plan.launches)
+    sizes = sizes_of(specs, attrs)
+    specs = tuple(spec and traced(spec, op.tensors[name].names) for name, spec in zip(op.tensors, specs, strict=True))
+    trace.fix_all(constants)
+    values = op.Values(*(trace.input(value) if type(value) is int else value for value in attrs))
+    plan, results = make_plan(op, specs, values, device, implementation)
+    known: dict[int, Any] = {}  # parts of a call that are alike have the same objects
+    launches = tuple(_with_constants(launch, trace, known) for launch in plan.launches)
     plan = replace(plan, launches=launches, choices=())
-    return Template(trace, specs, results, plan, plan.active, plan.workspace, plan.workspace_bytes)
+    return Template(op, attrs, sizes, trace, specs, results, plan, plan.active, plan.workspace, plan.workspace_bytes)
 
 
 def _with_constants(launch: Launch, trace: Trace, constants: dict[int, Any]) -> Launch:

@@ -7,7 +7,7 @@ from functools import cache
 from math import prod
 from typing import Any
 
-from xmla.core.values import Spec, StandIn, cdiv
+from xmla.core.values import Spec, StandIn, round_up
 
 # Buffers of a workspace start on multiples of this many bytes, as in the frameworks' allocators.
 ALIGNMENT = 256
@@ -278,14 +278,14 @@ class Plan:
         for name, spec in self.buffers.items():
             if name not in self.results:
                 offsets[name] = end
-                end += cdiv(spec.nbytes, ALIGNMENT) * ALIGNMENT
+                end += round_up(spec.nbytes, ALIGNMENT)
         return offsets
 
     @property
     def workspace_bytes(self) -> int:
         """Bytes of device memory that the call needs besides its arguments and results."""
         kept = [spec.nbytes for name, spec in self.buffers.items() if name not in self.results]
-        return sum(cdiv(nbytes, ALIGNMENT) * ALIGNMENT for nbytes in kept)
+        return sum(round_up(nbytes, ALIGNMENT) for nbytes in kept)
 
     @property
     def remarks(self) -> tuple[str, ...]:

@@ -21,8 +21,8 @@ from xmla.core.values.device import (
     assumed_device,
     find_device,
 )
-from xmla.core.values.integers import cdiv, larger, log2_of, next_power_of_2, smaller
-from xmla.core.values.sizes import Size, Trace, arithmetic, sizes_in, with_numbers
+from xmla.core.values.integers import cdiv, larger, largest, log2_of, next_power_of_2, round_up, smaller
+from xmla.core.values.sizes import Families, Size, Trace, arithmetic, sizes_in, with_numbers
 from xmla.core.values.spec import DTYPES, Spec, StandIn, alignment_of, row_major
 from xmla.core.values.tolerance import (
     ATTENTION_LSE,
@@ -74,6 +74,7 @@ __all__ = [
     "Attr",
     "Attributes",
     "Device",
+    "Families",
     "Peaks",
     "Selection",
     "Size",
@@ -92,8 +93,10 @@ __all__ = [
     "factor_difference",
     "find_device",
     "larger",
+    "largest",
     "log2_of",
     "next_power_of_2",
+    "round_up",
     "row_major",
     "sizes_in",
     "smaller",

@@ -1,5 +1,7 @@
 """Arithmetic of sizes; of a trace's each function is one step."""
 
+from collections.abc import Iterable
+
 from xmla.core.values.sizes import step
 
 
@@ -8,6 +10,11 @@ def cdiv(a: int, b: int) -> int:
     if type(a) is type(b) is int:
         return -(-a // b)
     return step("-(-{} // {})", lambda a, b: -(-a // b), a, b)
+
+
+def round_up(n: int, unit: int) -> int:
+    """The smallest multiple of `unit` that is at least n."""
+    return step("-(-{} // {}) * {}", lambda n, unit, _: -(-n // unit) * unit, n, unit, unit)
 
 
 def next_power_of_2(n: int) -> int:
@@ -28,3 +35,9 @@ def smaller(a: int, b: int) -> int:
 def larger(a: int, b: int) -> int:
     """The larger number, without the answer which one it is, which `max` takes."""
     return step("max({}, {})", max, a, b)
+
+
+def largest(numbers: Iterable[int]) -> int:
+    """The largest of some numbers, or 0, in one step."""
+    numbers = 0, *numbers
+    return step(f"max({', '.join(['{}'] * len(numbers))})", max, *numbers)

@@ -6,8 +6,8 @@ constant of a kernel, the length of a loop. Where other sizes give the same answ
 """
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial, wraps
 from math import ceil
 from typing import Any
@@ -138,10 +138,9 @@ class Trace:
             return function(*values)
         if key not in self._known:
             self._known[key] = value = function(*values)
+            self._add(Answer(form, tuple(free), value))
             if value is True and form == EQUAL and not isinstance(free[1], Size):
-                self.fix(free[0])
-            else:
-                self._add(Answer(form, tuple(free), value))
+                free[0].fixed = True
         return self._known[key]
 
     def fix(self, size: Size) -> Any:
@@ -150,6 +149,12 @@ class Trace:
             size.fixed = True
             self._add(Answer("{}", (size,), size.value))
         return size.value
+
+    def fix_all(self, sizes: Sequence[Size]) -> None:
+        """Sizes that are constants whatever is asked later: their values are one answer."""
+        for size in sizes:
+            size.fixed = True
+        self._add(Answer(f"({'{}, ' * len(sizes)})", tuple(sizes), tuple(size.value for size in sizes)))
 
     def call(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
         """What a function of sizes gives: a size if it is a number, else an answer."""
@@ -163,52 +168,45 @@ class Trace:
             raise RuntimeError(f"the trace has ended: {step.form} is asked of {step.operands}")
         self._steps.append(step)
 
-    def function(self, result: Any) -> Callable[..., Any]:
-        """The function of other sizes, in the order of `inputs`: `result` of them, or None if an answer differs.
+    def function(self, result: Any) -> Callable[..., tuple[Any, Any]]:
+        """The function of other sizes, in the order of `inputs`: None and `result` of them, if all answers are these.
+
+        Else the first answer that differs, by its place and what it is instead, and None: sizes of equal answers up to
+        some place are asked the same there (`Families`).
 
         `result` is a tuple or list, of such and of sizes and other values, which stay as they are. The first function
         ends the trace, which was one thread's until then: what is asked of its sizes later would be no part of it.
         """
         if self._lines is None:
             self._close()
-        lines, needed, scope = [], {size.name for size in sizes_in(result)}, dict(self._scope)
+        lines, needed, scope = [], {size.name for size in sizes_in(result) if not size.fixed}, dict(self._scope)
         for name, text, operands in reversed(self._lines or ()):
             if name is None or name in needed:
                 lines.append(text)
                 needed.update(operands)
         head = f"def sized({', '.join(self._names)}):"
-        text = "\n    ".join([head, *reversed(lines), f"return {_text(result, scope)}"])
+        text = "\n    ".join([head, *reversed(lines), f"return None, {_text(result, scope)}"])
         exec(text, scope)
         return scope.pop("sized")  # which has the scope: without a circle nothing waits for a collection
 
     def _close(self) -> None:
         """Keep the steps as text, at which a collection of garbage does not look; sizes know the trace, it no size."""
-        fixed = [size for size in self.inputs if size.fixed]
         lines: list[tuple[str | None, str, tuple[str, ...]]] = []
-        if fixed:
-            names, values = zip(*((size.name, size.value) for size in fixed), strict=True)
-            lines.append((None, f"if ({', '.join(names)},) != {values}: return None", ()))
-        constant = {id(size) for size in fixed}  # what follows from these alone is a constant too
-        for step in self._steps:
-            texts, free = [], []
-            for operand in step.operands:
-                if type(operand) is Size and id(operand) not in constant:
-                    free.append(operand.name)
-                    texts.append(operand.name)
-                else:
-                    texts.append(_text(operand.value if type(operand) is Size else operand, self._scope))
-            if not free:
-                if type(step) is Size:
-                    constant.add(id(step))
-                    step.fixed = True
-                continue
-            text, names = step.form.format(*texts), tuple(free)
+        for place, step in enumerate(self._steps):
+            free = tuple(operand.name for operand in step.operands if type(operand) is Size)
+            # One that is fixed was none when it was asked: a constant in its place would change the order of answers.
+            texts = [each.name if type(each) is Size else _text(each, self._scope) for each in step.operands]
+            text = step.form.format(*texts)
             if type(step) is Size:
-                lines.append((step.name, f"{step.name} = {text}", names))
+                lines.append((step.name, f"{step.name} = {text}", free))
             elif isinstance(step.value, bool):
-                lines.append((None, f"if {'not ' * step.value}({text}): return None", names))
+                lines.append(
+                    (None, f"if {'not ' * step.value}({text}): return ({place}, {not step.value}), None", free)
+                )
             else:
-                lines.append((None, f"if {text} != {_text(step.value, self._scope)}: return None", names))
+                lines.append(
+                    (None, f"if (v := {text}) != {_text(step.value, self._scope)}: return ({place}, v), None", free)
+                )
         for size in [*self.inputs, *(step for step in self._steps if isinstance(step, Size))]:
             size.operands = ()
         self._names = tuple(size.name for size in self.inputs)
@@ -216,6 +214,52 @@ class Trace:
         self._steps.clear()
         self._known.clear()
         self._lines = tuple(lines)
+
+
+@dataclass(slots=True, eq=False)
+class Branch[T]:
+    """Sizes with certain answers, and what others are looked for by: the first answer that differs."""
+
+    function: Callable[..., tuple[Any, Any]]  # of `Trace.function`
+    value: T
+    others: dict[Any, "Branch[T]"] = field(default_factory=dict)
+
+
+class Families[T]:
+    """Values by the answers that sizes give, of traces that do the same with theirs as long as the answers are equal.
+
+    A search runs the functions of a few families, however many there are: of those alone that have the answers so far.
+    """
+
+    __slots__ = ("count", "first")
+
+    def __init__(self) -> None:
+        self.first: Branch[T] | None = None
+        self.count = 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def find(self, sizes: Iterable[int]) -> tuple[Branch[T], Any] | None:
+        """Where the value for these sizes is, and what its function gives for them."""
+        branch = self.first
+        while branch is not None:
+            difference, result = branch.function(*sizes)
+            if difference is None:
+                return branch, result
+            branch = branch.others.get(difference)
+        return None
+
+    def add(self, sizes: Iterable[int], function: Callable[..., tuple[Any, Any]], value: T) -> None:
+        """Keep a value for all sizes with the answers of these. Of two threads that add the same one is kept."""
+        branch, new = self.first, Branch(function, value)
+        self.count += 1
+        if branch is None:
+            self.first = new
+        while branch is not None:
+            difference, _ = branch.function(*sizes)
+            following = None if difference is None else branch.others.setdefault(difference, new)
+            branch = None if following is new else following
 
 
 def _read(form: str, operands: tuple[Any, ...]) -> tuple[list[Any], list[Any], tuple[Any, ...] | None]:

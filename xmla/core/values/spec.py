@@ -74,8 +74,9 @@ class Spec:
     @property
     def span(self) -> int:
         """Bytes from the first to past the last element, 0 without elements."""
-        strides = self.strides or row_major(self.shape)
-        last = sum((size - 1) * stride for size, stride in zip(self.shape, strides, strict=True))
+        if self.strides is None:
+            return self.nbytes
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
         return 0 if 0 in self.shape else (last + 1) * self.itemsize
 
     def overlaps(self, address: int, other: "Spec", other_address: int) -> bool:
@@ -108,7 +109,7 @@ class Spec:
 
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) * self.itemsize
+        return prod(reversed(self.shape), start=self.itemsize)  # of a trace mostly one step: the first axis varies
 
     @classmethod
     def of_numpy(cls, array: np.ndarray) -> "Spec":

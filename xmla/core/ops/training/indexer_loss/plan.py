@@ -16,7 +16,7 @@ from xmla.core.ops.training.indexer_scores.plan import column_sizes, num_columns
 from xmla.core.ops.training.indexer_target.constants import Attention
 from xmla.core.ops.training.indexer_target.plan import target_launch
 from xmla.core.plan import ALIGNMENT, Launch, Plan, Rows, divided, most_registers
-from xmla.core.values import Device, Spec, cdiv, log2_of
+from xmla.core.values import Device, Spec, cdiv, log2_of, round_up
 
 MEASURE_WARPS, MEASURE_BLOCK_N = 4, 64
 TARGET_BLOCK_N, TARGET_STAGES = 128, 3  # two programs an SM of Hopper
@@ -129,7 +129,7 @@ def _parts(problem: Problem, workspace: Mapping[str, Spec]) -> list[Rows]:
     row = 0 if problem.has("target") else 4 * num_columns(problem)
     fixed = Plan((), workspace, ()).workspace_bytes
     least = cdiv(tokens, MAX_PARTS)
-    needed = fixed + cdiv(least * row, ALIGNMENT) * ALIGNMENT
+    needed = fixed + round_up(least * row, ALIGNMENT)
     if needed > given:
         problem.unsupported("workspace_bytes", "value", given, f"at least {needed} for these sizes")
     size = min(tokens, (given - fixed) // ALIGNMENT * ALIGNMENT // row) if row else tokens

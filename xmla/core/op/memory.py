@@ -6,7 +6,7 @@ from itertools import chain, combinations, product
 
 from xmla.core.compile import exec_function
 from xmla.core.errors import ArgumentError
-from xmla.core.op import Op
+from xmla.core.op.op import Op
 from xmla.core.values import Spec
 
 WORKSPACE = "workspace"
@@ -41,43 +41,48 @@ Pair = tuple[int, int, bool]
 def distances(op: Op, specs: Mapping[str, Spec]) -> tuple[tuple[Pair, ...], tuple[int, ...]]:
     """Which of `spaces` have to lie apart, and the numbers by which `disjoint_check` tells it. Sizes may be symbols."""
     places = {name: place for place, name in enumerate(specs)}
-    spans = {name: spec.span for name, spec in specs.items()}  # once, not for each pair
     pages = {name: _page(spec) for name, spec in specs.items()}
-    pairs, numbers = [], []
+    pairs, of_pages = [], []
     for written, other in _pairs(op, specs):
-        if not (spans[written] and spans[other]):
-            continue
-        numbers += [-spans[other], spans[written]]
         page = pages[written]
         paged = page is not None and page == pages[other]
         if paged:
-            numbers += [page, _inner(specs[written]), page - _inner(specs[other])]
+            of_pages += [page, _inner(specs[written]), page - _inner(specs[other])]
         pairs.append((places[written], places[other], paged))
-    return tuple(pairs), tuple(numbers)
+    named = [*specs.values()]
+    return tuple(pairs), (*(named[place].span for place in _places(pairs)), *of_pages)
+
+
+def _places(pairs: Iterable[Pair]) -> list[int]:
+    return sorted({place for written, other, _ in pairs for place in (written, other)})
 
 
 @cache
 def disjoint_check(pairs: tuple[Pair, ...], count: int) -> Callable[..., bool]:
-    """The function that tells by the first `count` addresses of `spaces` that they lie apart.
+    """The function that tells by the addresses of the first `count` spaces that they lie apart.
 
     It may not see it of a few that do; pages of one length that lie between each other's are seen. It is generated,
     since it runs before launches: for an argument that is updated and two that are read
 
         def disjoint(numbers, a0, a1, a2):
-            low0, high0, low1, high1, page1, near1, far1, = numbers
-            return not (low0 < a0 - a2 < high0 or low1 < a1 - a2 < high1 and not near1 <= (a1 - a2) % page1 <= far1)
+            span0, span1, span2, page1, near1, far1, = numbers
+            e0 = a0 + span0
+            e1 = a1 + span1
+            e2 = a2 + span2
+            return not (a2 < e0 and a0 < e2 or a2 < e1 and a1 < e2 and not near1 <= (a1 - a2) % page1 <= far1)
     """
-    names, tests = [], []
+    places = _places(pairs)
+    names, tests = [f"span{place}" for place in places], []
     for n, (written, other, paged) in enumerate(pairs):
-        names += [f"low{n}", f"high{n}", *[f"page{n}", f"near{n}", f"far{n}"] * paged]
+        names += [f"page{n}", f"near{n}", f"far{n}"] * paged
         if max(written, other) < count:
-            distance = f"a{other} - a{written}"
-            between = f" and not near{n} <= ({distance}) % page{n} <= far{n}" * paged
-            tests.append(f"low{n} < {distance} < high{n}{between}")
-    addresses = "".join(f", a{place}" for place in range(count))
-    text = f"""def disjoint(numbers{addresses}):
+            between = f" and not near{n} <= (a{other} - a{written}) % page{n} <= far{n}" * paged
+            tests.append(f"a{written} < e{other} and a{other} < e{written}{between}")
+
+    ends = "".join(f"    e{place} = a{place} + span{place}\n" for place in places if place < count)
+    text = f"""def disjoint(numbers{"".join(f", a{place}" for place in range(count))}):
     {"".join(f"{name}, " for name in names) or "()"} = numbers
-    return not ({" or ".join(tests) or False})"""
+{ends}    return not ({" or ".join(tests) or False})"""
     return exec_function(text, "disjoint")
 
 
