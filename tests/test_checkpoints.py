@@ -373,3 +373,9 @@ def test_a_config_needs_no_framework(tmp_path: Path) -> None:
     words = [sys.executable, "-c", WITHOUT_FRAMEWORKS, str(tmp_path)]
     done = subprocess.run(words, env=os.environ, capture_output=True, text=True, check=False)
     assert done.stdout == "32\n", done.stderr
+
+
+def test_a_config_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    """As editors on Windows write it."""
+    (tmp_path / "config.json").write_text(json.dumps(V41), encoding="utf-8-sig")
+    assert model_config(tmp_path) == model_config(V41)

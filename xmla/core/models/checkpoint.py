@@ -242,7 +242,7 @@ def contents(config: Any) -> Mapping[str, Any]:
     if file.is_dir():
         file /= "config.json"
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = json.loads(file.read_text(encoding="utf-8-sig"))
     except OSError:
         expected = f"a config.json, the folder that has one, or one of {', '.join(PUBLISHED)}"
         message = f"model_config: config is {os.fspath(config)!r}, expected {expected}"
