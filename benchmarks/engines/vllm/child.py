@@ -3,6 +3,7 @@
 python -m benchmarks.engines.vllm.child model FOLDER              make the model; --kind v4, v41 or glm
 python -m benchmarks.engines.vllm.child answer ENGINE MODEL OUT   requests that join late: tokens and log-probabilities
 python -m benchmarks.engines.vllm.child measure ENGINE PIPE …     what comes through the pipe: rounds of a case, kernels
+python -m benchmarks.engines.vllm.child divide ENGINE PIPE …      likewise: what parts of decode steps take
 python -m benchmarks.engines.vllm.child serve ENGINE PIPE         likewise: rounds of a trace of requests
 """
 
@@ -10,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,11 +28,23 @@ import torch
 from benchmarks.engines import calls
 from benchmarks.engines.cases import numbers
 from benchmarks.engines.processes import locked
-from benchmarks.engines.served import CHUNK, TOKENS, WARM, Prompts, Rows, answer_questions, commands, prompt
-from benchmarks.engines.vllm import arrivals, workers
+from benchmarks.engines.served import (
+    CHUNK,
+    TOKENS,
+    WARM,
+    Prompts,
+    Rows,
+    answer_questions,
+    commands,
+    compile_cases,
+    new_prompts,
+    prompt,
+)  # fmt: skip
+from benchmarks.engines.vllm import arrivals, marks, parts, workers
 from benchmarks.engines.vllm.engines import ENGINES, OPS
 from benchmarks.engines.vllm.steps import Watch, summary
 
+DIVIDED = 16  # passes that are divided into parts
 CACHE_BYTES = {
     "fp8": 656 + 132,
     "nvfp4_ds_mla": 352 + 132,
@@ -58,8 +71,10 @@ def scatter_without_pynccl() -> None:
 
 
 def start(
-    name: str, model: Path, sizes: tuple[int, ...], gpu_memory_utilization: float = 0.05, **arguments: Any
+    name: str, model: Path, sizes: tuple[int, ...], gpu_memory_utilization: float = 0.05,
+    prepare: Callable[[], None] = lambda: None, **arguments: Any,
 ) -> Any:  # fmt: skip
+    """An engine; `prepare` is called when everything is replaced of which it makes the model."""
     from vllm import EngineArgs, LLMEngine
 
     kind, new = ENGINES[name].kind, not version("vllm").startswith("0.26")
@@ -76,6 +91,7 @@ def start(
     if new:
         scatter_without_pynccl()
         arguments["kernel_config"] = {"enable_jit_warmup": False}  # what it compiles at start is partly replaced
+    prepare()
     return LLMEngine.from_engine_args(
         EngineArgs(
             model=str(model), skip_tokenizer_init=True, dtype="bfloat16", gpu_memory_utilization=gpu_memory_utilization,
@@ -162,6 +178,22 @@ class StartedVllm:
             self.ask(prompts, tokens)
         return kernels(events.key_averages())
 
+    def parts(self, context: int, requests: int, number: int, new: bool) -> dict[str, Any]:
+        """What the last passes of a decode take, of all its requests; behind a prefill if the prompts are new."""
+        prompts = new_prompts(context, requests, number)
+        if new:
+            self.ask(prompts, 1)
+        self.passes(ahead=True)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+            self.ask(prompts, WARM + DIVIDED)
+        self.passes()
+        ran = [
+            parts.Kernel(event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
+            for event in profiled.profiler.kineto_results.events()
+            if event.device_type() == torch.autograd.DeviceType.CUDA
+        ]
+        return parts.figures(parts.passes_of(ran)[-DIVIDED:])
+
 
 def kernels(events: Iterable[Any], most: int = 30) -> Rows:
     """Name, launches and microseconds of the kernels that take longest together."""
@@ -177,7 +209,8 @@ def sizes_of(model: Path) -> dict[str, Any]:
 
 
 def start_for(
-    name: str, model: Path, contexts: list[int], counts: list[int], tokens: int = TOKENS
+    name: str, model: Path, contexts: list[int], counts: list[int], tokens: int = TOKENS,
+    prepare: Callable[[], None] = lambda: None,
 ) -> Any:  # fmt: skip
     """An engine whose cache holds every number of requests at every context, with `tokens` new ones for each."""
     layers = sizes_of(model)["num_hidden_layers"]
@@ -185,7 +218,7 @@ def start_for(
     # Windows and compressors have caches of their own, in pages as large. States of linear attention are few.
     most *= 3 if ENGINES[name].kind in ("v4", "v41") else 1
     return start(
-        name, model, tuple(sorted(set(counts))), max_model_len=max(contexts) + tokens + WARM + 64,
+        name, model, tuple(sorted(set(counts))), prepare=prepare, max_model_len=max(contexts) + tokens + WARM + 64,
         max_num_seqs=max(counts), max_num_batched_tokens=CHUNK, enable_prefix_caching=True,
         kv_cache_memory_bytes=(1 << 30) + int(1.25 * most * layers * CACHE_BYTES[ENGINES[name].cache]),
     )  # fmt: skip
@@ -260,6 +293,19 @@ def answer(name: str, model: Path, out: Path) -> None:
     counts = {"steps": step, "kernels": len(before[0]), "compiled_late": late}
     counts["cache_tokens"] = cache.num_gpu_blocks * cache.block_size
     out.write_text(json.dumps({"answers": answers, "seconds": seconds} | counts | first))
+
+
+@app.command()
+def divide(name: str, pipe: int, contexts: str, requests: str) -> None:
+    """Once ready, answer each ("parts", context, requests, number of the prompts, are they new?) from the pipe."""
+    asked, lengths, counts = Connection(pipe), numbers(contexts), numbers(requests)
+    load()  # while the model is written
+    model = Path(asked.recv())
+    tune_in_turn(model.parent / "tuning.lock")
+    engine = StartedVllm(start_for(name, model, lengths, counts, prepare=partial(marks.install, ENGINES[name])))
+    marks.mark_ends()
+    compile_cases(engine, lengths, counts)
+    answer_questions(asked, parts=engine.parts)
 
 
 @app.command()
