@@ -26,9 +26,11 @@ from benchmarks.engines.processes import run_engine
 from benchmarks.engines.sglang import child as sglang
 from benchmarks.engines.sglang import plugins
 from benchmarks.engines.sglang.adapter import Sglang
-from benchmarks.engines.vllm import arrivals, steps, workers
+from benchmarks.engines.vllm import arrivals, marks, parts, steps, workers
 from benchmarks.engines.vllm import child as vllm
 from benchmarks.engines.vllm.adapter import Vllm
+from benchmarks.engines.vllm.engines import ENGINES
+from benchmarks.engines.vllm.parts import Kernel
 from benchmarks.engines.vllm.steps import Event, Step
 from xmla import torch_api as xt
 
@@ -446,3 +448,51 @@ def test_steps_are_watched() -> None:
     assert not watch.steps[0].where and any(name.endswith("test_engine_children.step") for name in watch.steps[1].where)
     watch.passes([1.0])  # of another number of steps
     assert watch.steps[0].gpu_ms == 1.25
+
+
+def ran(*kernels: tuple[str, int, int]) -> list[Kernel]:
+    """Kernels that begin and end at these microseconds."""
+    return [Kernel(name, 1000 * begun, 1000 * ended) for name, begun, ended in kernels]
+
+
+def test_a_pass_is_divided_by_its_marks() -> None:
+    """What runs between passes, and before the first wait, is of none; a kernel beside another counts once."""
+    layer = ran(
+        ("a product", 10, 20), ("selection_begins", 20, 21), ("logits", 21, 25), ("top-k", 25, 27),
+        ("selection_ends", 27, 28), ("attention_begins", 28, 29), ("attention", 29, 40), ("combination", 32, 44),
+        ("attention_ends", 44, 45),
+    )  # fmt: skip
+    one = [*ran(("spin_kernel(long)", 0, 9)), *layer, *ran(("a product", 46, 50), ("pass_ends", 50, 51))]
+    later = [Kernel(kernel.name, kernel.begun + 100_000, kernel.ended + 102_000) for kernel in one]
+    passes = parts.passes_of([*ran(("a product", -5, -1)), *later, *one, *ran(("sampler", 60, 70))])
+    assert [len(kernels) for kernels in passes] == [len(one)] * 2
+    line = parts.figures(passes[:1])
+    assert line["pass_us"] == {"median": 41.0, "least": 41.0}
+    assert (line["selection_us"]["median"], line["attention_us"]["median"], line["other_us"]["median"]) == (6, 15, 14)
+    assert [line[f"{part}_launches"] for part in ("selection", "attention", "other")] == [2, 2, 2]
+    assert line["kernels"][0] == {"part": "selection", "kernel": "logits", "launches": 1, "us": 4.0}
+    both = parts.figures(passes)
+    assert both["passes"] == 2 and both["pass_us"] == {"median": 40.0, "least": 39.0}
+
+
+@pytest.mark.parametrize("name", ["xmla-graphs", "own-graphs", "v4-xmla-graphs", "v41-own-graphs", "glm-own-graphs"])
+def test_both_engines_have_marks_around_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever selects and attends: V3.2's layers call the indexer by a name of their module, others by a layer's."""
+    engine, launched = ENGINES[name], list[str]()
+    for each in ("selection_begins", "selection_ends", "attention_begins", "attention_ends"):
+        monkeypatch.setattr(marks, each, {(1,): lambda _, each=each: launched.append(each)})
+    layer = type("Layer", (), {"forward_cuda": lambda self, x: launched.append("selection") or x + 1})
+    attention = type("Attention", (), {"forward_mqa": lambda self, x: launched.append("attention") or x + 2})
+    modules = {
+        marks.OF_V32[0]: SimpleNamespace(sparse_attn_indexer=lambda x: launched.append("selection") or x + 1),
+        marks.INDEXER[0]: SimpleNamespace(SparseAttnIndexer=layer),
+        marks.ATTENTION[engine.kind][engine.plugin][0]: SimpleNamespace(
+            **{marks.ATTENTION[engine.kind][engine.plugin][1]: attention}
+        ),
+    }
+    monkeypatch.setattr(marks, "import_module", modules.__getitem__)
+    marks.install(engine)
+    select = modules[marks.OF_V32[0]].sparse_attn_indexer if engine.kind == "v32" else layer().forward_cuda
+    assert (select(1), attention().forward_mqa(1)) == (2, 3)
+    expected = ["selection_begins", "selection", "selection_ends", "attention_begins", "attention", "attention_ends"]
+    assert launched == expected

@@ -537,6 +537,30 @@ def test_what_sglangs_log_tells() -> None:
     assert Sglang().logged(f"{of_sglang.RUNS}\n") == {"runs": True, "compiled_late": None, "not_loaded": []}
 
 
+def test_parts_of_passes(vllm: Shell) -> None:
+    """Engines take turns; in two rounds of each case prompts are new, of the second its prompts come again."""
+    asked: list[Any] = []
+
+    def answer(name: str, question: Question) -> Any:
+        asked.append((name, *question))
+        return {"passes": 16, "kernels": []}
+
+    vllm.answer = answer
+    status, (_, *lines) = vllm.run("parts", "--requests", "8,1")
+    assert status == 0, vllm.printed
+    names = "xmla-graphs", "own-graphs"
+    rounds = [(0, True), (1, True), (1, False), (1, False)]
+    assert asked == [
+        (name, "parts", 4096, count, *rounds[each]) for each in range(4) for count in (1, 8)
+        for name in names[:: -1 if each % 2 else 1]
+    ]  # fmt: skip
+    assert [(line["engine"], line["requests"], line["round"]) for line in lines] == [
+        (name, count, each) for each in range(4) for count in (1, 8) for name in names
+    ]  # fmt: skip
+    vllm.answer = lambda name, question: None if name == "own-graphs" else {"kernels": []}
+    assert vllm.run("parts", "--requests", "1")[0] == 1
+
+
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_trace_of_engines(apart: bool, vllm: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[Any] = []
