@@ -483,16 +483,13 @@ def test_both_engines_have_marks_around_the_same(name: str, monkeypatch: pytest.
         monkeypatch.setattr(marks, each, {(1,): lambda _, each=each: launched.append(each)})
     layer = type("Layer", (), {"forward_cuda": lambda self, x: launched.append("selection") or x + 1})
     attention = type("Attention", (), {"forward_mqa": lambda self, x: launched.append("attention") or x + 2})
-    modules = {
-        marks.OF_V32[0]: SimpleNamespace(sparse_attn_indexer=lambda x: launched.append("selection") or x + 1),
-        marks.INDEXER[0]: SimpleNamespace(SparseAttnIndexer=layer),
-        marks.ATTENTION[engine.kind][engine.plugin][0]: SimpleNamespace(
-            **{marks.ATTENTION[engine.kind][engine.plugin][1]: attention}
-        ),
-    }
+    module, *of, function = marks.SELECTION[engine.kind]
+    attends, name_of_attention = marks.ATTENTION[engine.kind][engine.plugin]
+    selects = SimpleNamespace(**{of[0]: layer} if of else {function: layer().forward_cuda})
+    modules = {module: selects, attends: SimpleNamespace(**{name_of_attention: attention})}
     monkeypatch.setattr(marks, "import_module", modules.__getitem__)
     marks.install(engine)
-    select = modules[marks.OF_V32[0]].sparse_attn_indexer if engine.kind == "v32" else layer().forward_cuda
+    select = layer().forward_cuda if of else getattr(selects, function)
     assert (select(1), attention().forward_mqa(1)) == (2, 3)
     expected = ["selection_begins", "selection", "selection_ends", "attention_begins", "attention", "attention_ends"]
     assert launched == expected

@@ -14,8 +14,14 @@ import triton
 from benchmarks.engines.vllm import workers
 from benchmarks.engines.vllm.engines import Engine
 
-INDEXER = "vllm.model_executor.layers.sparse_attn_indexer", "SparseAttnIndexer", "forward_cuda"
-OF_V32 = "vllm.models.deepseek_v32.attention", "sparse_attn_indexer"
+# What selects keys, by model: a module, and in it a class and its method, or a function that V3.2's layers call by name.
+LAYERS = "vllm.model_executor.layers.sparse_attn_indexer", "SparseAttnIndexer", "forward_cuda"
+SELECTION = {
+    "v32": ("vllm.models.deepseek_v32.attention", "sparse_attn_indexer"),
+    "v4": LAYERS,
+    "v41": LAYERS,
+    "glm": ("vllm.models.glm5next.nvidia.sparse_indexer", "SparseAttnIndexerKpool", "forward_cuda"),
+}
 # The class of attention by model: vLLM's own, and xmla's.
 SPARSE = (
     ("vllm.v1.attention.backends.mla.flashmla_sparse", "FlashMLASparseImpl"),
@@ -74,16 +80,13 @@ def mark(function: Callable[..., Any], begins: Any, ends: Any) -> Callable[..., 
 
 def install(engine: Engine) -> None:
     """Mark the parts of an engine of one rank, before its model is made."""
-    selection: Any
-    if engine.kind == "v32":  # its layers call the function by the name that they import
-        module, name = OF_V32
-        selection = import_module(module)
-    else:
-        module, of, name = INDEXER
-        selection = getattr(import_module(module), of)
-    setattr(selection, name, mark(getattr(selection, name), selection_begins, selection_ends))
-    module, of = ATTENTION[engine.kind][engine.plugin]
-    attention = getattr(import_module(module), of)
+    module, *of, name = SELECTION[engine.kind]
+    selects: Any = import_module(module)
+    for each in of:
+        selects = getattr(selects, each)
+    setattr(selects, name, mark(getattr(selects, name), selection_begins, selection_ends))
+    module, attends = ATTENTION[engine.kind][engine.plugin]
+    attention = getattr(import_module(module), attends)
     attention.forward_mqa = mark(attention.forward_mqa, attention_begins, attention_ends)
 
 
