@@ -14,7 +14,7 @@ import triton
 from benchmarks.engines.vllm import workers
 from benchmarks.engines.vllm.engines import Engine
 
-# What selects keys, by model: a module, and in it a class and its method, or a function that V3.2's layers call by name.
+# What selects keys, by model: a module, in it a class and its method, or a function that layers call by its name.
 LAYERS = "vllm.model_executor.layers.sparse_attn_indexer", "SparseAttnIndexer", "forward_cuda"
 SELECTION = {
     "v32": ("vllm.models.deepseek_v32.attention", "sparse_attn_indexer"),
