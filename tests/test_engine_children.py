@@ -469,6 +469,7 @@ def test_a_pass_is_divided_by_its_marks() -> None:
     line = parts.figures(passes[:1])
     assert line["pass_us"] == {"median": 41.0, "least": 41.0}
     assert (line["selection_us"]["median"], line["attention_us"]["median"], line["other_us"]["median"]) == (6, 15, 14)
+    assert line["between_us"] == {"median": 2.0, "least": 2.0}
     assert [line[f"{part}_launches"] for part in ("selection", "attention", "other")] == [2, 2, 2]
     assert line["kernels"][0] == {"part": "selection", "kernel": "logits", "launches": 1, "us": 4.0}
     both = parts.figures(passes)

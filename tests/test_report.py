@@ -208,6 +208,21 @@ def test_latencies_of_a_trace_beside_own_kernels() -> None:
     assert (first, second) == (row, f"| 48, 4 a second; 3 rounds | {figures} |")
 
 
+def test_parts_of_an_engines_passes() -> None:
+    """Of all rounds the median of their medians and the fastest pass; nothing of a case that only one engine has."""
+
+    def line(name: str, requests: int, attention: float, selection: float) -> dict[str, Any]:
+        both = {"selection": selection, "attention": attention, "pass": 10 * attention}
+        figures = {f"{part}_us": {"median": us, "least": us - 1} for part, us in both.items()}
+        return {"engine": f"v4-{name}-graphs", "context": 4096, "requests": requests} | figures
+
+    ours = [line("xmla", 8, attention, 20.0) for attention in (80.0, 100.0, 130.0)]
+    lines = [*ours, line("own", 8, 120.0, 10.0), line("xmla", 1, 9.0, 9.0)]
+    *_, row = engines.divided(lines)
+    assert row == "| 4,096 | 8 | 100 µs (1.20 ×) | 79 µs (1.51 ×) | 20 µs (0.50 ×) | 19 µs (0.47 ×) | 12% |"
+    assert len(engines.divided(lines)) == 3
+
+
 @pytest.mark.parametrize(("name", "gpus"), [("ranks", "Two GPUs"), ("ranks-4", "Four GPUs")])
 def test_speeds_of_ranks_beside_own_kernels(name: str, gpus: str) -> None:
     """A case that only one of the two has is left out."""

@@ -1,9 +1,10 @@
 """An engine on xmla beside its own kernels; ratios are speeds, above 1 xmla is faster.
 
-The lines are those of `python -m benchmarks.engines`, runs of `check`, of `speed` and of `trace`.
+The lines are those of `python -m benchmarks.engines`, runs of `check`, of `speed`, of `parts` and of `trace`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from statistics import median
@@ -79,11 +80,27 @@ def pair_of(engines: Mapping[str, Any]) -> Pair | None:
     return next((pair for pair in PAIRS if {*pair} <= engines.keys()), None)
 
 
-def figures(engines: dict[str, list[Line]], pair: Pair, key: str) -> list[float]:
-    """xmla's figure of a case and that of the engine's own kernels, each the median of the rounds of all starts."""
+def figures(
+    engines: dict[str, list[Line]], pair: Pair, key: str, of: Callable[[list[float]], float] = median
+) -> list[float]:
+    """xmla's figure of a case and that of the engine's own kernels, each `of` the rounds of all starts."""
     return [
-        median(figure for line in engines[name] for figure in line.get(f"{key}_by_round", [line[key]])) for name in pair
+        of([figure for line in engines[name] for figure in line.get(f"{key}_by_round", [line[key]])]) for name in pair
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A figure of each case: `of` its rounds."""
+
+    key: str
+    heading: str
+    of: Callable[[list[float]], float] = median
+
+    def is_told(self, line: Line) -> bool:
+        """Whether the line has it: prefills and passes without rounds have a median, a step has not."""
+        one = self.of is median and self.key != "step_us"
+        return f"{self.key}_by_round" in line or (one and self.key in line)
 
 
 def speeds(lines: list[Line]) -> list[str]:
@@ -93,22 +110,50 @@ def speeds(lines: list[Line]) -> list[str]:
     noise decides its ratio.
     """
     timed = [line for line in lines if "step_us" in line]
-    headings = {"forward_us": "decode: the GPU's forward pass"} if all("forward_us" in line for line in timed) else {}
-    headings["prefill_tokens_per_s"] = "prefill, tokens/s"
-    if all("step_us_by_round" in line for line in timed):
-        headings["step_us"] = "decode: a step, with the host's part"
+    columns = [Column("forward_us", "decode: the GPU's forward pass"), Column("forward_us", "fastest round", min)]
+    columns += [Column("prefill_tokens_per_s", "prefill, tokens/s")]
+    columns += [Column("prefill_tokens_per_s", "fastest round", max)]
+    columns += [Column("step_us", "decode: a step, with the host's part")]
+    columns = [column for column in columns if all(column.is_told(line) for line in timed)]
     rows, how = [], None
     for (context, requests), engines in sorted(cases_of(lines).items()):
         pair = pair_of(engines)
         if pair is None:
             continue
         cells, how = [], PAIRS[pair]
-        for key in headings:
-            ours, theirs = figures(engines, pair, key)
-            time = key.endswith("_us")
+        for column in columns:
+            ours, theirs = figures(engines, pair, column.key, column.of)
+            time = column.key.endswith("_us")
             cells.append(f"{ours:.0f} µs ({theirs / ours:.2f} ×)" if time else f"{ours:,.0f} ({ours / theirs:.2f} ×)")
         rows.append([f"{context:,}", str(requests), *cells])
-    return [*([how, ""] if how else []), *table(["context", "requests", *headings.values()], rows)]
+    return [*([how, ""] if how else []), *table(["context", "requests", *(column.heading for column in columns)], rows)]
+
+
+def divided(lines: list[Line]) -> list[str]:
+    """What selection and attention take of xmla's passes and, in brackets, their speed as multiples of own kernels'.
+
+    Of each the median and the fastest of all rounds, then the share that both have of the pass.
+    """
+    cases: dict[tuple[int, int], dict[str, list[Line]]] = {}
+    for line in lines:
+        if "attention_us" in line:
+            name = line["engine"].removeprefix(prefix_of(line["engine"]))
+            cases.setdefault((line["context"], line["requests"]), {}).setdefault(name, []).append(line)
+    rows = []
+    for (context, requests), rounds in sorted(cases.items()):
+        pair = pair_of(rounds)
+        if pair is None:
+            continue
+        cells, ours_together = list[str](), 0.0
+        for part in ("attention", "selection"):
+            middles = [median(line[f"{part}_us"]["median"] for line in rounds[name]) for name in pair]
+            fastest = [min(line[f"{part}_us"]["least"] for line in rounds[name]) for name in pair]
+            ours_together += middles[0]
+            cells += [f"{ours:.0f} µs ({theirs / ours:.2f} ×)" for ours, theirs in (middles, fastest)]
+        whole = median(line["pass_us"]["median"] for line in rounds[pair[0]])
+        rows.append([f"{context:,}", str(requests), *cells, f"{ours_together / whole:.0%}"])
+    head = "attention: median", "fastest", "selection: median", "fastest", "both, of a pass"
+    return table(["context", "requests", *head], rows)
 
 
 def served(lines: list[Line]) -> list[str]:
@@ -147,6 +192,10 @@ def told(files: Sequence[Path], key: str, tables: Callable[[list[Line]], list[st
 
 def speed(*files: Path) -> str:
     return told(files, "step_us", speeds)
+
+
+def parts(*files: Path) -> str:
+    return told(files, "attention_us", divided)
 
 
 def trace(*files: Path) -> str:

@@ -101,6 +101,7 @@ TABLES = (
     Table("docs/training.md", "layer", layer.report, ("h200/layer.jsonl",)),
     *of_engine("docs/sglang_measured.md", "h100/sglang.jsonl", "h200/sglang.jsonl"),
     *of_engine("docs/vllm_measured.md", "h200/vllm_033.jsonl", "h100/vllm_033.jsonl", "h200/vllm_026.jsonl"),
+    Table("docs/vllm_measured.md", "parts", engines.parts, ("h200/vllm_parts.jsonl",)),
     Table("docs/vllm_measured.md", "trace", engines.trace, ("h200/vllm_033.jsonl",)),
 )  # fmt: skip
 PICTURES = (

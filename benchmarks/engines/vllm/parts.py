@@ -75,15 +75,16 @@ def divided(kernels: list[Kernel]) -> dict[str, list[list[Kernel]]]:
 
 
 def figures(passes: list[list[Kernel]]) -> dict[str, Any]:
-    """Microseconds of passes, and of the kernels of each part in them: medians, and the least.
+    """Microseconds of passes, of the kernels of each part in them, and in which no kernel ran: medians, and the least.
 
-    Also its launches, and the medians of the kernels that take longest, with their launches in a pass.
+    Also each part's launches, and the medians of the kernels that take longest, with their launches in a pass.
     """
     of_parts = [divided(kernels) for kernels in passes]
     line: dict[str, Any] = {"passes": len(passes), "pass_us": told([k[-1].begun - k[0].ended for k in passes])}
     for part in (*PARTS, "other"):
         line[f"{part}_us"] = told([sum(map(covered, parts[part])) for parts in of_parts])
         line[f"{part}_launches"] = sum(map(len, of_parts[-1][part]))
+    line["between_us"] = told([k[-1].begun - k[0].ended - covered(k[1:-1]) for k in passes])
     line["kernels"] = [row for part in (*PARTS, "other") for row in longest([parts[part] for parts in of_parts], part)]
     return line
 
