@@ -432,9 +432,9 @@ GLM = {"model_type": "glm5_next_text", "index_topk": 2048, "index_kpool": 4}
 
 def configured(
     model: dict[str, Any] | None = None, architecture: str = "DeepseekV32ForCausalLM", transfers: Any = None,
-    cache: str = "auto", **changed: Any,
+    cache: str = "auto", drafts: str | None = None, **changed: Any,
 ) -> SimpleNamespace:  # fmt: skip
-    """What the plugin reads of vLLM's configuration of an engine for DeepSeek-V3.2."""
+    """What the plugin reads of vLLM's configuration of an engine for DeepSeek-V3.2, with its drafts' cache dtype."""
     found = {
         "indexer_kv_dtype": "auto", "prefill_context_parallel_size": 1, "decode_context_parallel_size": 1,
         "use_ubatching": False, "backend": None,
@@ -446,6 +446,7 @@ def configured(
         model_config=SimpleNamespace(hf_text_config=text, architecture=architecture), attention_config=part,
         parallel_config=part, kernel_config=part, kv_transfer_config=transfers,
         cache_config=SimpleNamespace(cache_dtype=cache),
+        speculative_config=SimpleNamespace(kv_cache_dtype=drafts) if drafts else None,
     )  # fmt: skip
 
 
@@ -466,6 +467,10 @@ def configured(
         (configured({"model_type": "deepseek_v41", "index_topk": 512}, cache="nvfp4_ds_mla",
                     backend=SimpleNamespace(name="FLASHMLA_SPARSE_DSV41")),
          "nvfp4_ds_mla of DeepSeek-V4.1 on this GPU with vLLM's own attention"),
+        (configured(drafts="nvfp4_ds_mla"), "nvfp4_ds_mla for the caches of drafts alone, or of all but drafts"),
+        (configured(cache="nvfp4_ds_mla", drafts="fp8"),
+         "nvfp4_ds_mla for the caches of drafts alone, or of all but drafts"),
+        (configured({"model_type": "deepseek_v4", "index_topk": 512}, hisparse_config=SimpleNamespace()), "HiSparse"),
         (configured(indexer_kv_dtype="mxfp4"), "MXFP4 keys of the indexer"),
         (configured(indexer_kv_dtype="bf16", use_fp4_indexer_cache=True), "MXFP4 keys of the indexer"),
         (configured(prefill_context_parallel_size=2, use_ubatching=True),
@@ -478,6 +483,8 @@ def test_a_configuration_that_is_not_served_is_refused(config: Any, told: str, m
     monkeypatch.setattr(refusals, "version", lambda _: "0.33.0")
     monkeypatch.setattr(refusals, "key_format", lambda: "fp8")
     refuse(unserved(configured(cache="nvfp4_ds_mla")))
+    refuse(unserved(configured(cache="nvfp4_ds_mla", drafts="nvfp4_ds_mla")))
+    refuse(unserved(configured(cache="fp8", drafts="auto")))
     for model in (*({"model_type": kind, "index_topk": 512} for kind in ("deepseek_v4", "deepseek_v41", "glm")), None):
         refuse(unserved(configured(model)))
     refuse(unserved(configured(GLM)))

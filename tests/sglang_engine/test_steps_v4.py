@@ -443,6 +443,7 @@ def test_what_is_not_served_is_refused_at_start(written: Engine, monkeypatch: py
         "DSpark": get_spec().override(speculative_algorithm="DSPARK"),
         "HiSparse of DeepSeek-V4": get_memory().override(enable_hisparse=True),
         "context parallelism of DeepSeek-V4": get_parallel().override(dcp_size=2),
+        "SGLANG_DSV4_KV_LAYOUT=v41_new": envs.SGLANG_DSV4_KV_LAYOUT.override("v41_new"),
     }
     cases |= {
         f"{name}=1": getattr(envs, name).override(True)

@@ -27,6 +27,7 @@ from xmla import layouts
 from xmla import torch_api as xt
 from xmla.core.compile import interpreter
 from xmla.vllm import backend, fp4, indexer, without_e4m3
+from xmla.vllm.refusals import FP4_ENTRIES
 
 
 def shared_rows(sizes: list[int]) -> bool:
@@ -115,7 +116,7 @@ def written_behind() -> bool:
     written, write = [], xt.write_mla_cache
     xt.write_mla_cache = lambda *args, **more: (written.append(args[3].shape[2]), write(*args, **more))[1]
     slots = torch.tensor([7, 0, -1, -1, -1])
-    for dtype, row in (("fp8_ds_mla", 656), (fp4.DTYPE, 352)):
+    for dtype, row in (("fp8_ds_mla", 656), (FP4_ENTRIES, 352)):
         cache, latent, rope = torch.zeros(2, 4, row, dtype=torch.uint8), draw(tokens, 512), draw(tokens, 64)
         made = torch.empty_like(latent), torch.empty_like(rope)
         fp4.write_behind(kernels.fused_norm_rope)(

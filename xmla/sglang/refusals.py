@@ -54,7 +54,7 @@ def unserved_v4(config: Any) -> dict[str, bool]:
     from sglang.srt.layers.attention.dsv4.sparse_prefill_utils import use_dsv4_q8kv8_sparse_prefill
     from sglang.srt.runtime_context import get_exec, get_memory, get_parallel, get_platform, get_spec
 
-    kernel, parallel = get_exec().kernel, get_parallel()
+    kernel, parallel, layout = get_exec().kernel, get_parallel(), envs.SGLANG_DSV4_KV_LAYOUT.get()
     # SGLang's names of other logits than DeepGEMM's, and of its own compressor.
     options = (
         "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH", "SGLANG_OPT_USE_TILELANG_INDEXER", "SGLANG_OPT_USE_AITER_INDEXER",
@@ -72,5 +72,8 @@ def unserved_v4(config: Any) -> dict[str, bool]:
         "DSpark": get_spec().speculative_algorithm == "DSPARK",  # windows are wider by what is drafted
         "HiSparse of DeepSeek-V4": get_memory().enable_hisparse,
         "context parallelism of DeepSeek-V4": parallel.attn_cp_size > 1 or parallel.dcp_size > 1,
+        # Entries of 528 bytes, which SGLang has on sm_100 alone: no kernel of them is warmed up.
+        f"SGLANG_DSV4_KV_LAYOUT={layout}": layout.lower()
+        not in (("v4",) if get_platform().is_sm100 else ("v4", "auto")),
         **{f"{name}=1": getattr(envs, name).get() for name in options},
     }

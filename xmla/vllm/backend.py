@@ -31,15 +31,14 @@ from xmla.core.formats.mla import NVFP4, PLAIN, PLAIN_V4, V32, VALUE_DIMS, MlaLa
 from xmla.core.models import memory
 from xmla.core.values import KNOWN_DEVICES, MIN_E4M3_ARCH
 from xmla.torch_api._arrays import device_of
-from xmla.vllm import fp4
 from xmla.vllm.contract import SINCE_033
 from xmla.vllm.gathered import Gathered, Pages, once_with_prefills, rows_are_faster
-from xmla.vllm.refusals import has_e4m3, is_batch_invariant, pool_size, refuse
+from xmla.vllm.refusals import FP4_ENTRIES, has_e4m3, is_batch_invariant, pool_size, refuse
 from xmla.vllm.shards import Shards
 
 log = init_logger("vllm.xmla")
 # By vLLM's names of cache dtypes.
-PACKED = {"fp8_ds_mla": V32, fp4.DTYPE: NVFP4}
+PACKED = {"fp8_ds_mla": V32, FP4_ENTRIES: NVFP4}
 REPLACED = "cache writes, indexer logits and top-k, slots, sparse MLA of prefill and decode"
 LEFT = (
     "rotation of queries; where the GPU has e4m3 their quantisation, cache writes in fused kernels of the model and "
@@ -92,8 +91,6 @@ class XmlaSparseBackend(FlashMLASparseBackend):
         if (text.kv_lora_rank, text.qk_rope_head_dim) not in ((PLAIN.latent, PLAIN.rope), (PLAIN_V4.dims, 0)):
             dims = f"{text.kv_lora_rank} latent and {text.qk_rope_head_dim} roped dims"
             return f"xmla attends to entries of 512 latent dims, with 64 roped ones or none, not of {dims}"
-        if getattr(config.attention_config, "hisparse_config", None) is not None:
-            return "xmla does not read a cache that HiSparse offloads"
         # The second would have a workspace of its own, which nothing reserves.
         return "xmla does not serve two micro-batches at once" if config.parallel_config.use_ubatching else None
 

@@ -15,8 +15,7 @@ import triton.language as tl
 from xmla import torch_api as xt
 from xmla.core.lang.numbers import encode_e2m1
 from xmla.vllm.contract import require
-
-DTYPE = "nvfp4_ds_mla"
+from xmla.vllm.refusals import FP4_ENTRIES
 
 
 @triton.jit
@@ -39,7 +38,7 @@ def write_behind(fused: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
         kv_c_out: Any = None, k_pe_out: Any = None, **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
         written = {"slot_mapping": slot_mapping, "kv_c_out": kv_c_out, "k_pe_out": k_pe_out}
-        if mla_kv_cache is None or mla_kv_cache_dtype != DTYPE:
+        if mla_kv_cache is None or mla_kv_cache_dtype != FP4_ENTRIES:
             return fused(*args, mla_kv_cache=mla_kv_cache, mla_kv_cache_dtype=mla_kv_cache_dtype, **written, **kwargs)
         queries = fused(*args, **written, **kwargs)
         count = slot_mapping.numel()  # the rows may be padded

@@ -19,6 +19,7 @@ SERVED = frozenset((
     "MistralLarge3ForCausalLM", "HYV4ForCausalLM", "DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration",
     "DeepseekV41ForCausalLM", "Glm5NextForCausalLM", "Glm5NextForConditionalGeneration",
 ))  # fmt: skip
+FP4_ENTRIES = "nvfp4_ds_mla"
 KEY_DIMS = 128  # of the indexer's keys, which share a scale
 
 
@@ -40,6 +41,7 @@ def unserved(config: Any) -> dict[str, bool]:
     invariant, architecture = is_batch_invariant(), config.model_config.architecture
     dims = getattr(model, "index_head_dim", KEY_DIMS)
     fp4, named = has_fp4_entries(config), getattr(attention.backend, "name", "CUSTOM")
+    of_drafts = getattr(config.speculative_config, "kv_cache_dtype", None) or config.cache_config.cache_dtype
     return {
         # Its layers may take attention of their own beside xmla's indexer, as Dots3-Note's do.
         f"the architecture {architecture}": architecture not in SERVED,
@@ -57,6 +59,10 @@ def unserved(config: Any) -> dict[str, bool]:
         "nvfp4_ds_mla before vLLM 0.33": fp4 and Version(version("vllm")) < Version("0.33"),
         # No release has entries of V4 in it.
         "nvfp4_ds_mla of DeepSeek-V4": fp4 and model.model_type == "deepseek_v4",
+        # `patches` changes writers for all layers or for none.
+        "nvfp4_ds_mla for the caches of drafts alone, or of all but drafts": (of_drafts == FP4_ENTRIES) != fp4,
+        # Of V4 vLLM itself says nothing. Of V3.2 it would read a cache from elsewhere.
+        "HiSparse": getattr(attention, "hisparse_config", None) is not None,
         # vLLM's op for these, not `sparse_attn_indexer`. It has the option since 0.33.
         "logits of DeepSeek-V4.1's blocks alone (indexer_sparse_logits)": getattr(
             attention, "indexer_sparse_logits", False
@@ -130,8 +136,8 @@ def key_format() -> str:
 
 
 def has_fp4_entries(config: Any) -> bool:
-    """Whether attention's entries are those of the cache dtype `nvfp4_ds_mla`."""
-    return config.cache_config.cache_dtype == "nvfp4_ds_mla"
+    """Whether attention's entries, but for drafts', are those of the cache dtype `nvfp4_ds_mla`."""
+    return config.cache_config.cache_dtype == FP4_ENTRIES
 
 
 def pool_size(config: Any) -> int:
