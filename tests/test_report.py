@@ -221,6 +221,8 @@ def test_parts_of_an_engines_passes() -> None:
     *_, row = engines.divided(lines)
     assert row == "| 4,096 | 8 | 100 µs (1.20 ×) | 79 µs (1.51 ×) | 20 µs (0.50 ×) | 19 µs (0.47 ×) | 12% |"
     assert len(engines.divided(lines)) == 3
+    del ours[0]["attention_us"]["least"]
+    assert "| 100 µs (1.20 ×) |  | 20 µs (0.50 ×) | 19 µs (0.47 ×) |" in engines.divided(lines)[-1]
 
 
 @pytest.mark.parametrize(("name", "gpus"), [("ranks", "Two GPUs"), ("ranks-4", "Four GPUs")])

@@ -124,15 +124,20 @@ def speeds(lines: list[Line]) -> list[str]:
         for column in columns:
             ours, theirs = figures(engines, pair, column.key, column.of)
             time = column.key.endswith("_us")
-            cells.append(f"{ours:.0f} µs ({theirs / ours:.2f} ×)" if time else f"{ours:,.0f} ({ours / theirs:.2f} ×)")
+            cells.append(beside_own(ours, theirs) if time else f"{ours:,.0f} ({ours / theirs:.2f} ×)")
         rows.append([f"{context:,}", str(requests), *cells])
     return [*([how, ""] if how else []), *table(["context", "requests", *(column.heading for column in columns)], rows)]
+
+
+def beside_own(ours: float, theirs: float) -> str:
+    """xmla's time, and its speed as a multiple of the own kernels'."""
+    return f"{ours:.0f} µs ({theirs / ours:.2f} ×)"
 
 
 def divided(lines: list[Line]) -> list[str]:
     """What selection and attention take of xmla's passes and, in brackets, their speed as multiples of own kernels'.
 
-    Of each the median and the fastest of all rounds, then the share that both have of the pass.
+    Of each the median and, where lines have it, the fastest of all rounds, then the share of both in the pass.
     """
     cases: dict[tuple[int, int], dict[str, list[Line]]] = {}
     for line in lines:
@@ -146,10 +151,12 @@ def divided(lines: list[Line]) -> list[str]:
             continue
         cells, ours_together = list[str](), 0.0
         for part in ("attention", "selection"):
-            middles = [median(line[f"{part}_us"]["median"] for line in rounds[name]) for name in pair]
-            fastest = [min(line[f"{part}_us"]["least"] for line in rounds[name]) for name in pair]
+            told = {name: [line[f"{part}_us"] for line in rounds[name]] for name in pair}
+            middles = [median(each["median"] for each in told[name]) for name in pair]
             ours_together += middles[0]
-            cells += [f"{ours:.0f} µs ({theirs / ours:.2f} ×)" for ours, theirs in (middles, fastest)]
+            cells.append(beside_own(*middles))
+            complete = all("least" in each for name in pair for each in told[name])
+            cells.append(beside_own(*(min(each["least"] for each in told[name]) for name in pair)) if complete else "")
         whole = median(line["pass_us"]["median"] for line in rounds[pair[0]])
         rows.append([f"{context:,}", str(requests), *cells, f"{ours_together / whole:.0%}"])
     head = "attention: median", "fastest", "selection: median", "fastest", "both, of a pass"

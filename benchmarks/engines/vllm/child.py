@@ -179,20 +179,23 @@ class StartedVllm:
         return kernels(events.key_averages())
 
     def parts(self, context: int, requests: int, number: int, new: bool) -> dict[str, Any]:
-        """What the last passes of a decode take, of all its requests; behind a prefill if the prompts are new."""
+        """What passes of a decode take, of all its requests; behind a prefill if the prompts are new.
+
+        Requests begin in a step or some more, and end so: the first passes and the last have fewer of them.
+        """
         prompts = new_prompts(context, requests, number)
         if new:
             self.ask(prompts, 1)
         self.passes(ahead=True)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
-            self.ask(prompts, WARM + DIVIDED)
+            self.ask(prompts, DIVIDED + 2 * WARM)
         self.passes()
         ran = [
             parts.Kernel(event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
             for event in profiled.profiler.kineto_results.events()
             if event.device_type() == torch.autograd.DeviceType.CUDA
         ]
-        return parts.figures(parts.passes_of(ran)[-DIVIDED:])
+        return parts.figures(parts.passes_of(ran)[WARM:-WARM])
 
 
 def kernels(events: Iterable[Any], most: int = 30) -> Rows:
