@@ -190,9 +190,10 @@ class StartedVllm:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
             self.ask(prompts, DIVIDED + 2 * WARM)
         self.passes()
+        recorded: Any = profiled.profiler
         ran = [
             parts.Kernel(event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
-            for event in profiled.profiler.kineto_results.events()
+            for event in recorded.kineto_results.events()
             if event.device_type() == torch.autograd.DeviceType.CUDA
         ]
         return parts.figures(parts.passes_of(ran)[WARM:-WARM])
@@ -261,7 +262,9 @@ def answer(name: str, model: Path, out: Path) -> None:
     from vllm import SamplingParams
 
     begun, asked = time.monotonic(), ENGINES[name]
-    memory = {"kv_cache_memory_bytes": asked.cache_gib << 30} if asked.cache_gib else {"gpu_memory_utilization": 0.2}
+    memory: dict[str, Any] = {"gpu_memory_utilization": 0.2}
+    if asked.cache_gib:
+        memory = {"kv_cache_memory_bytes": asked.cache_gib << 30}
     engine = start(
         name, model, asked.sizes, max_model_len=asked.max_len, max_num_seqs=asked.requests,
         max_num_batched_tokens=asked.chunk, **memory, enable_prefix_caching=False, async_scheduling=False,
