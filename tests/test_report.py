@@ -33,11 +33,12 @@ def test_committed_results_are_told() -> None:
     assert markdown("docs/vllm_measured.md", "speed").count(" µs (") > 40
     assert markdown("docs/vllm_measured.md", "answers").count(" of ") > 150
     assert markdown("docs/vllm_measured.md", "trace").count(" ms (") == 8
+    assert markdown("docs/vllm_measured.md", "parts").count(" µs (") == 4 * (3 + 3 + 1) - 2 * 2
     models = "DeepSeek-V3.2", "DeepSeek-V4", "DeepSeek-V4.1", "GLM-5.3-Flash"
     table = markdown("docs/vllm_measured.md", "glance")
     assert all(table.count(f"| {model} | vLLM 0.33.0 | ") >= 2 for model in models) and "| two | 2 |" in table
     table = markdown("docs/sglang_measured.md", "speed")
-    assert table.count(" µs (") == 2 * (5 + 4 + 4)
+    assert table.count(" µs (") == 3 * (5 + 4 + 4)  # a pass, its fastest round, a step
     table = markdown("docs/sglang_measured.md", "answers")
     assert table.count(" of 32 |") == (6 + 8 + 2 + 8) * 5
     assert markdown("docs/megatron.md", "megatron").count(" ms, ") >= 4
