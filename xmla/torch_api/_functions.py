@@ -1862,7 +1862,7 @@ def sparse_mla(
 
     Implementations, best first:
         gluon: compute capability 9.0 or 12.0; one source of 'v32', 'nvfp4' or 'v4' entries, no batch_invariant, of
-            'v32' more heads than 16 on 9.0, no more on 12.0; entries that slots name 32 times on average; queries on
+            'v32' more than 16 heads on 9.0, at most 16 on 12.0; entries that slots name 32 times on average; queries on
             multiples of 16 bytes.
         gluon: compute capability 12.0 or 12.1; 'v32' or 'v4' or 'nope' or 'plain' or 'plain_v4' entries; bfloat16
             queries over packed entries; one source, or two of one format; rows on multiples of 16 bytes.
