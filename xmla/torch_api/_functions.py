@@ -983,7 +983,7 @@ def indexer_loss(
 
     Args:
         index_q: [T, I, D] bfloat16 or float16, D = 32, 64 or 128, 1 ≤ I ≤ 64.
-        index_k: [N, D], dtype of index_q. Keys of no valid column are never read, nor are their rows.
+        index_k: [N, D], dtype of index_q. What keys of no valid column hold does not matter; their rows are never read.
         index_weights: [T, I] float32.
         q: [T, H, L+E] bfloat16 or float16, H ≤ 128, L+E a multiple of 64: attention's queries.
         rows: [N, L+E], dtype of q: attention's plain rows, flat, at the same places as the indexer's keys.
@@ -997,8 +997,8 @@ def indexer_loss(
             share attention's heads. Read only in valid columns.
         softmax_scale: Factor of q · row; given if and only if q is.
         coeff: Factor of the loss.
-        workspace_bytes: The most device memory to use besides the results. Without target the target is stored for as
-            many tokens at a time as fit. The bits of the results do not depend on it.
+        workspace_bytes: The most device memory to use besides the results: as many tokens at a time as fit. The bits of
+            the results do not depend on it.
         out, workspace, implementation: As in every op, see `help(xmla.torch_api)`.
 
     Returns:
@@ -1013,10 +1013,15 @@ def indexer_loss(
         UnsupportedError: I > 64 or H > 128; workspace_bytes is too small; another argument than index_q, index_k and
             index_weights is differentiated.
 
-    The workspace is 12 · T bytes, and (8 · D + 5) · N bytes for the sums of dindex_k. Without target there are 4 · K
-    bytes more, without indices 4 · N, for each of at most T tokens and at least a 4096-th of them.
-    The sums are exact to the last bit of a unit that the key's greatest summand sets, so that the order of tokens does
-    not matter; the same arguments give the same bits.
+    A token is multiplied with its own columns, or on Hopper, in bfloat16 and for I ≥ 17, with all keys of its range:
+    without indices, or where 2 · N − min(T, N) ≤ 4 · K from its least key to its greatest. By columns the workspace is
+    12 · T bytes, and (8 · D + 5) · N bytes for the sums of dindex_k. Without target there are 4 · K bytes more, without
+    indices 4 · N, for each of at most T tokens and at least a 4096-th of them. By ranges it is 17 · T bytes, N / 64,
+    and at most 4 · D · max(N, 65536) for the sums. For each of at most T tokens, and at least 64 or an 8192-th, there
+    are 4 · N bytes more, with indices 4 · K, and as much again for the target as by columns.
+    By columns the sums are exact to the last bit of a unit that the key's greatest summand sets, so that the order of
+    tokens does not matter. By ranges they are of float32, in the order of tokens. The same arguments give the same
+    bits.
 
     The formula is that of DeepSeek-V3.2's technical report. Attention's q, rows and lse are constants, the gradients
     are the loss's own: its derivative multiplies them by the gradient of the loss.

@@ -38,7 +38,15 @@ CASES = (
     _case(3, 20, 3, 60, 64, 64, chosen=33, dtype=F16, without=("starts",)),
     _case(4, 8, 5, 60, 32, 64, chosen=40, given=True),
     _case(3, 5, 2, 40, 32, 64, without=("starts", "ends")),
-    # The target of two tokens at a time.
-    _case(5, 7, 5, 90, 32, 64, chosen=70, workspace_bytes=24576 + 768),
-    _case(5, 7, 5, 90, 32, 64, workspace_bytes=24576 + 768),
+    # Few of the keys are selected, so that each token is multiplied with its own.
+    _case(3, 20, 7, 150, 128, 128, chosen=17, padding=16),
+    _case(4, 8, 5, 120, 32, 64, chosen=20, given=True),
+    _case(3, 5, 2, 40, 32, 64, dtype=F16),
+    # Two tokens at a time.
+    _case(5, 7, 5, 600, 32, 64, chosen=70, workspace_bytes=157696 + 768),
+    # All pairs: of a selection, then of tokens of two chains with several tiles of keys, 64 tokens at a time.
+    _case(4, 20, 5, 60, 32, 64, chosen=40, given=True, padding=16),
+    _case(5, 17, 3, 77, 64, 128, padding=8),
+    _case(70, 20, 2, 150, 32, 64, chosen=60, workspace_bytes=110080),
+    _case(70, 20, 2, 150, 32, 64, workspace_bytes=116480),
 )

@@ -104,6 +104,24 @@ def target_row(target_ptr, row, num_columns, C: tl.constexpr):
 
 
 @triton.jit
+def add_exponentials(total, greatest, scores):
+    """Add a tile of scores [BLOCK_N] to Σ exp(scores), which is in units of the greatest scores' exponentials."""
+    before, greatest = greatest, tl.maximum(greatest, scores)
+    base = tl.where(greatest == float("-inf"), 0.0, greatest)
+    # Differences are multiplied, not scores: those beyond 2.3e38 would overflow.
+    return total * tl.exp2((before - base) * LOG2E) + tl.exp2((scores - base) * LOG2E), greatest
+
+
+@triton.jit
+def logarithm_of_sum(total, greatest):
+    """ln Σ exp(scores) of what `add_exponentials` returned."""
+    top = tl.max(greatest, 0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(total * tl.exp2((greatest - top) * LOG2E), 0)  # of a lane without columns: 0 times 0
+    return top + tl.log2(total) * LN2
+
+
+@triton.jit
 def measure_kernel(
     index_q_ptr,  # [T, I, D]
     index_k_ptr,  # [N, D]
@@ -136,14 +154,8 @@ def measure_kernel(
         mass += tl.load(target_ptr + column, mask=ok, other=0.0)
         _, _, scores = score(q, index_k_ptr, weights, key, ok, INDEXER.K_STRIDE)
         scores = tl.where(ok, scores, float("-inf"))
-        before, greatest = greatest, tl.maximum(greatest, scores)
-        base = tl.where(greatest == float("-inf"), 0.0, greatest)
-        # Differences are multiplied, not scores: those beyond 2.3e38 would overflow.
-        total = total * tl.exp2((before - base) * LOG2E) + tl.exp2((scores - base) * LOG2E)
-    top = tl.max(greatest, 0)
-    top = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(total * tl.exp2((greatest - top) * LOG2E), 0)  # of a lane without columns: 0 times 0
-    tl.store(total_ptr + token, top + tl.log2(total) * LN2)
+        total, greatest = add_exponentials(total, greatest, scores)
+    tl.store(total_ptr + token, logarithm_of_sum(total, greatest))
     tl.store(mass_ptr + token, tl.sum(mass, 0))
 
 

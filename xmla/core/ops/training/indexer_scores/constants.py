@@ -51,6 +51,11 @@ class Columns(Constants):
             INDEX_STRIDE=problem.specs["indices"].stride(0) if problem.has("indices") else 0,
         )
 
+    @classmethod
+    def within_ranges(cls) -> "Columns":
+        """All keys of ranges with both bounds."""
+        return cls(HAS_ENDS=True, HAS_STARTS=True, HAS_INDICES=False, INDEX_STRIDE=0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectedScores(Constants):

@@ -1,10 +1,11 @@
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from xmla.core.call import Problem
 from xmla.core.ops.indexer.shared import Keys, head_rows
 from xmla.core.ops.training.indexer_scores.constants import Columns, Indexer, Scores, SelectedScores
 from xmla.core.ops.training.indexer_scores.kernels import indexer_scores_kernel, selected_scores_kernel
-from xmla.core.plan import Launch, Plan
+from xmla.core.plan import Launch, Plan, Rows
 from xmla.core.values import Device, cdiv, next_power_of_2
 
 
@@ -38,16 +39,23 @@ def num_columns(problem: Problem) -> int:
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    launch = _selected(problem) if problem.has("indices") else _ranges(problem, device)
+    if problem.has("indices"):
+        launch = _selected(problem)
+    else:
+        whole, arrays = Rows(0, problem["T"]), problem.stand_ins(ends="q", starts="q")
+        launch = score_ranges(problem, device, Indexer.of(problem), Columns.of(problem), whole, arrays)
     return Plan((launch,), problem.results, ("scores",))
 
 
-def _ranges(problem: Problem, device: Device) -> Launch:
-    tokens, config = problem["T"], configure(device)
-    block_t = min(config.block_t, next_power_of_2(max(tokens, 1)))
+def score_ranges(
+    problem: Problem, device: Device, indexer: Indexer, columns: Columns, tokens: Rows, arrays: Mapping[str, str]
+) -> Launch:
+    """Write the scores of these tokens over ranges, −inf beyond, to the array `scores`."""
+    config = configure(device)
+    block_t = min(config.block_t, next_power_of_2(max(tokens.count, 1)))
     constants = Scores(
-        INDEXER=Indexer.of(problem),
-        COLUMNS=Columns.of(problem),
+        INDEXER=indexer,
+        COLUMNS=columns,
         KEYS=Keys.plain(problem, device),
         BLOCK_T=block_t,
         GROUP=min(block_t, max(config.rows // head_rows(problem), 1)),
@@ -55,10 +63,10 @@ def _ranges(problem: Problem, device: Device) -> Launch:
     )
     return Launch(
         indexer_scores_kernel,
-        grid=(cdiv(tokens, block_t) * cdiv(problem["N"], config.block_n),),
+        grid=(cdiv(tokens.count, block_t) * cdiv(problem["N"], config.block_n),),
         outputs=("scores",),
-        arrays=problem.stand_ins(ends="q", starts="q"),
-        sizes={"num_tokens": tokens, "num_keys": problem["N"]},
+        arrays=arrays,
+        sizes={"first_token": tokens.first, "num_rows": tokens.count, "num_keys": problem["N"]},
         constexprs={"C": constants},
         num_warps=config.warps,
         num_stages=config.stages,
