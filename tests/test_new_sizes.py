@@ -104,6 +104,41 @@ def test_a_call_by_anothers_plan_is_that_of_its_own(name: str) -> None:
     assert count > 5 * planned
 
 
+def planned_call(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A call of a warm-up, and nothing that is planned yet."""
+    monkeypatch.setattr(_prepared, "device_of", lambda _: H200)
+    monkeypatch.setattr(_prepared, "call_cache", _prepared.CallCache())
+    return soak.configuration(soak.MODELS["ModelConfigV4"], 0, "torch").kernel_list(H200).planned[0]
+
+
+def test_a_second_warmup_keeps_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, kept = planned_call(monkeypatch), []
+    for _ in range(2):
+        _prepared.plan_ahead(calls, CPU)
+        kept.append({depends_on: len(kind.ahead) for depends_on, kind in _prepared.call_cache.ahead.items()})
+    assert kept[0] == kept[1] and sum(kept[0].values()) > 0
+
+
+def test_threads_that_warm_up_at_once_lose_no_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is interrupted where it has looked for a kind, by another that plans the same call."""
+    calls = planned_call(monkeypatch)
+
+    class Interrupted(dict[Any, Any]):
+        others = 1
+
+        def get(self, key: Any, default: Any = None) -> Any:
+            found = super().get(key, default)
+            if self.others:
+                self.others -= 1
+                _prepared.plan_ahead(calls, CPU)
+            return found
+
+    monkeypatch.setattr(_prepared.call_cache, "ahead", Interrupted())
+    _prepared.plan_ahead(calls, CPU)
+    kinds = _prepared.call_cache.ahead.values()
+    assert len({id(kind) for kind in kinds}) == len(calls.places) and {len(kind.ahead) for kind in kinds} == {1}
+
+
 def given(op: Op, specs: Specs) -> dict[str, Spec]:
     """The arguments as tensors have them: dense ones without strides."""
     present = {name: spec for name, spec in zip(op.tensors, specs, strict=True) if spec is not None}

@@ -215,11 +215,11 @@ def test_what_is_found_is_what_is_computed(drawn: list[tuple[int, int, int]]) ->
         if found is None:
             trace = Trace()
             function = trace.function(programs(*map(trace.input, sizes)))
-            assert all(branch.function(*sizes)[0] is not None for branch in every(families.first))
+            assert all(branch.function(*sizes)[0] is not None for branch in every(families.first.get(None)))
             families.add(sizes, function, len(families))
             found = families.find(sizes)
         assert found is not None and found[1] == programs(*sizes)
-    assert sorted(branch.value for branch in every(families.first)) == [*range(len(families))]
+    assert sorted(branch.value for branch in every(families.first.get(None))) == [*range(len(families))]
 
 
 def every(branch: Branch[int] | None) -> list[Branch[int]]:

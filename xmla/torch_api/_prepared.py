@@ -386,16 +386,19 @@ def make_family(op: Op, tensors: Tensors, attrs: Attributes, implementation: str
 
 
 def plan_ahead(calls: Calls, device: torch.device) -> None:
-    """Make ready, at each of their places, all calls that differ in sizes alone from one that warm-up has planned."""
+    """Make ready, at each of their places, all calls that differ in sizes alone from one that warm-up has planned.
+
+    Threads may plan at once. Nothing is kept of a family that an earlier warm-up, or another thread, has planned.
+    """
     op, attrs, ordinal = calls.op, calls.attrs, ordinal_of(device)
     for specs, starts in zip(calls.places, calls.starts, strict=True):
         depends_on = kind_of_specs(op, specs, attrs, ordinal)
-        if depends_on not in call_cache.ahead:
-            kind = call_cache.ahead[depends_on] = Kind()
+        kind = call_cache.ahead.get(depends_on)
+        if kind is None:
+            kind = call_cache.ahead.setdefault(depends_on, Kind())
             for alike in _naming_fewer_formats(op, specs, attrs):
                 call_cache.ahead.setdefault(kind_of_specs(op, specs, alike, ordinal), kind)
-        families = call_cache.ahead[depends_on].ahead
-        families.add(calls.sizes, calls.function, family_of(calls, starts, device))
+        kind.ahead.add(calls.sizes, calls.function, family_of(calls, starts, device))
 
 
 def _naming_fewer_formats(op: Op, specs: Mapping[str, Spec], attrs: Attributes) -> Iterator[Attributes]:

@@ -234,7 +234,7 @@ class Families[T]:
     __slots__ = ("count", "first")
 
     def __init__(self) -> None:
-        self.first: Branch[T] | None = None
+        self.first: dict[None, Branch[T]] = {}  # one at most
         self.count = 0
 
     def __len__(self) -> int:
@@ -242,7 +242,7 @@ class Families[T]:
 
     def find(self, sizes: Iterable[int]) -> tuple[Branch[T], Any] | None:
         """Where the value for these sizes is, and what its function gives for them."""
-        branch = self.first
+        branch = self.first.get(None)
         while branch is not None:
             difference, result = branch.function(*sizes)
             if difference is None:
@@ -251,15 +251,15 @@ class Families[T]:
         return None
 
     def add(self, sizes: Iterable[int], function: Callable[..., tuple[Any, Any]], value: T) -> None:
-        """Keep a value for all sizes with the answers of these. Of two threads that add the same one is kept."""
-        branch, new = self.first, Branch(function, value)
-        self.count += 1
-        if branch is None:
-            self.first = new
-        while branch is not None:
+        """Keep a value for all sizes with the answers of these, if there is none yet. Threads may add at once."""
+        new = Branch(function, value)
+        branch = self.first.setdefault(None, new)
+        while branch is not new:
             difference, _ = branch.function(*sizes)
-            following = None if difference is None else branch.others.setdefault(difference, new)
-            branch = None if following is new else following
+            if difference is None:
+                return
+            branch = branch.others.setdefault(difference, new)
+        self.count += 1
 
 
 def _read(form: str, operands: tuple[Any, ...]) -> tuple[list[Any], list[Any], tuple[Any, ...] | None]:
