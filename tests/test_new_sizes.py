@@ -4,6 +4,7 @@ import itertools
 import random
 from collections import defaultdict
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch

@@ -1,7 +1,10 @@
 """PyTorch's launcher in C (xmla/torch_api/launcher.c) above a driver that notes launches: no GPU is needed."""
 
 import ctypes
+import os
+import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -195,6 +198,19 @@ def test_a_profiler_sees_the_launches_that_are_made_without_one(
         _run._launch(op, tensors, prepared, pointers, results, space)
         assert seen == wanted
         seen.clear()
+
+
+@pytest.mark.skipif(not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this Python has a GIL")
+def test_free_threaded_python_stays_so(noting: Any) -> None:
+    """Importing an extension that does not say that it needs no GIL turns it on, but under PYTHON_GIL=0."""
+    text = f"""if True:
+        import sys
+        from importlib.util import module_from_spec, spec_from_file_location
+
+        module_from_spec(spec_from_file_location("xmla_launcher", {noting.library._name!r}))
+        print(sys._is_gil_enabled())"""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHON_GIL"}
+    assert subprocess.check_output([sys.executable, "-c", text], env=environment, text=True) == "False\n"
 
 
 @pytest.mark.parametrize(

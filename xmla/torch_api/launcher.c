@@ -3,9 +3,13 @@
 // Kernels are those of all calls that differ in sizes alone; called with the numbers of one they give its Launches.
 //
 // The driver's functions are those of the libcuda that the process has loaded; none is linked. Of Python it takes the
-// limited API, so that a release's wheel has one library for all versions.
+// limited API, so that a release's wheel has one library for all versions. Free-threaded Python has no limited API; there
+// it is compiled where it runs, and threads launch at once: `Kernels` and `Launches` do not change once they are made.
 
+#include <pyconfig.h>  // says which Python it is
+#ifndef Py_GIL_DISABLED
 #define Py_LIMITED_API 0x030c0000
+#endif
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <dlfcn.h>
@@ -273,5 +277,8 @@ PyMODINIT_FUNC PyInit_xmla_launcher(void) {
   launches_type = result ? (PyTypeObject*)PyType_FromSpec(&spec_of_launches) : NULL;
   PyObject* type = launches_type ? PyType_FromSpec(&spec_of_kernels) : NULL;
   if (type == NULL || PyModule_AddObject(result, "Kernels", type) < 0) return NULL;
+#ifdef Py_GIL_DISABLED
+  if (PyUnstable_Module_SetGIL(result, Py_MOD_GIL_NOT_USED) < 0) return NULL;  // importing it would turn the lock on
+#endif
   return result;
 }
