@@ -421,7 +421,8 @@ def test_threads_share_what_the_process_keeps(
         assert few.cache_info().currsize == 4
     else:
         cache = torch_api._prepared.call_cache
-        assert len(cache.prepared) == 4 and 0 < len(cache.kinds) <= 4
+        # Threads that see one call too many at once each drop one.
+        assert 0 < len(cache.prepared) <= 4 and 0 < len(cache.kinds) <= 4
         assert all(len(kind.families) <= 4 for kind in cache.kinds.values())
         assert all(len(calls) <= cache.RECENT for calls in cache.recent.values())
 
