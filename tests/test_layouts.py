@@ -1,5 +1,9 @@
 """`xmla.layouts`: a pool's format told from its bytes, and pools converted as wholes, in every kind of array."""
 
+from collections.abc import Callable
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import kit
 import ml_dtypes
@@ -24,6 +28,8 @@ from xmla.core.formats.mla import (
 )
 from xmla.core.formats.parts import entry_of
 from xmla.core.ops.cases import indexer_pool, mla_pool
+
+CANNOT_BE_READ = "pool cannot be read, expected an array with values: "
 
 PACKED = [layout for layout in MLA_LAYOUTS if layout.packed]
 KINDS = {"numpy": lambda pool, device: pool, "torch": kit.to_torch, "jax": lambda pool, device: jnp.asarray(pool)}
@@ -205,6 +211,31 @@ def test_convert(source: MlaLayout, target: MlaLayout, kind: str, device: str) -
 def test_convert_allocates_pages_as_the_format_wants_them(device: str) -> None:
     converted = layouts.convert(kit.to_torch(pool_of(PLAIN_V4, entries=64), device), "v4")
     assert converted.stride() == (37440, 584, 1)  # 64 · 584 rounded up to a multiple of 576 (FlashMLA tests/quant.py)
+
+
+@pytest.mark.parametrize(
+    ("pool", "message"),
+    [
+        (lambda: torch.zeros(2, 4, 656, dtype=torch.uint8).to_sparse(), "pool layout is sparse_coo, expected strided"),
+        (lambda: torch.zeros(2, 4, 656, dtype=torch.uint8, device="meta"), CANNOT_BE_READ),
+        (lambda: deleted(jnp.zeros((2, 4, 656), jnp.uint8)), CANNOT_BE_READ),
+    ],
+    ids=["sparse", "meta", "deleted"],
+)
+def test_inspect_refuses_a_pool_without_values(pool: Callable[[], Any], message: str) -> None:
+    for function in (layouts.inspect, lambda given: layouts.convert(given, "nvfp4")):
+        with pytest.raises(ArgumentError, match=message):
+            function(pool())
+
+
+def test_inspect_refuses_a_traced_pool() -> None:
+    with pytest.raises(ArgumentError, match=CANNOT_BE_READ):
+        jax.jit(lambda pool: layouts.convert(pool, "nvfp4"))(jnp.zeros((2, 4, 656), jnp.uint8))
+
+
+def deleted(array: jax.Array) -> jax.Array:
+    array.delete()
+    return array
 
 
 def test_convert_refuses() -> None:

@@ -53,7 +53,7 @@ def inspect(pool: "torch.Tensor | jax.Array | np.ndarray") -> Inspection:
     key has; one that no call infers, if none is written. If not exactly one format is left, none is named.
 
     Raises:
-        ArgumentError: It is no such array, or has no three axes.
+        ArgumentError: It is no such array, or has no three axes, or no values, as one that is traced.
     """
     spec = _spec_of(pool)
     if spec.dtype not in (*BYTES, *HALVES):
@@ -246,6 +246,8 @@ def _framework(pool: Any) -> str:
 
 def _spec_of(pool: Any) -> Spec:
     if _framework(pool) == "torch":
+        if (layout := str(pool.layout).removeprefix("torch.")) != "strided":
+            raise ArgumentError(f"pool layout is {layout}, expected strided")
         spec = import_module("xmla.torch_api._arrays").spec_of(pool)
     elif not hasattr(pool, "shape") or not hasattr(pool, "dtype"):
         raise ArgumentError(f"pool is {type(pool).__name__}, expected a torch, JAX or NumPy array")
@@ -257,9 +259,13 @@ def _spec_of(pool: Any) -> Spec:
 
 
 def _to_host(pool: Any, pages: np.ndarray) -> np.ndarray:
-    if _framework(pool) == "torch":
-        import torch
+    try:
+        if _framework(pool) == "torch":
+            import torch
 
-        to_numpy = import_module("xmla.torch_api._arrays").to_numpy
-        return to_numpy(pool[torch.from_numpy(pages).to(pool.device)].cpu())
-    return np.asarray(pool[pages])
+            to_numpy = import_module("xmla.torch_api._arrays").to_numpy
+            return to_numpy(pool[torch.from_numpy(pages).to(pool.device)].cpu())
+        return np.asarray(pool[pages])
+    except (NotImplementedError, RuntimeError, TypeError) as error:  # no memory, or deleted; jax.jit's
+        reason = str(error).partition("\n")[0]
+        raise ArgumentError(f"pool cannot be read, expected an array with values: {reason}") from error
