@@ -88,13 +88,13 @@ def test_the_loss_and_its_gradients_are_what_autodiff_finds(case: Case) -> None:
     assert_gradients(dict(zip(list(LOSS.outputs)[1:], gradients, strict=True)), given, leaves)
 
 
-def draw(device: str, tokens: int = 6, count: int = 24, chosen: int | None = 10) -> Given:
+def draw(device: str, tokens: int = 6, count: int = 24, chosen: int | None = 10, heads: int | None = None) -> Given:
     """A call in which every key is a number; the second document of a packed batch starts at key 10.
 
-    Without indices it has so many heads that the loss multiplies all pairs.
+    Without indices it has so many heads by default that the loss multiplies all pairs.
     """
     rng = np.random.default_rng(5)
-    heads = 4 if chosen else 20
+    heads = heads or (4 if chosen else 20)
 
     def of(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.from_numpy(rng.standard_normal(shape).astype(np.float32)).to(device, dtype)
@@ -215,7 +215,7 @@ def test_a_scan_over_layers_is_differentiated(device: str) -> None:
 @WAYS
 def test_gradcheck(loss: Callable[..., Any], chosen: int | None) -> None:
     """Finite differences of the reference through torch's own check; steps as large as float32 results need."""
-    given = draw("cpu", tokens=3, count=14, chosen=chosen)
+    given = draw("cpu", tokens=3, count=14, chosen=chosen, heads=4)
     wide = {name: t.double() if t.dtype == torch.bfloat16 else t for name, t in given.items()}
     api = SimpleNamespace(
         indexer_loss=partial(torch_api.indexer_loss, implementation="reference"),
