@@ -123,7 +123,7 @@ def peers_in_jax(file: Path) -> list[Row]:
             ("selection in JAX, 1 and 8 decodes", "tokamax lightning_indexer", by_xla),
             ("selection in JAX, 4096 causal tokens", "jax-linear-attention index_topk", "jax-linear-attention"),
             ("the indexer's loss and its derivative in JAX, 4096 causal tokens, 2048 keys",
-             "jax-linear-attention selected_index_scores", "jax-linear-attention, which multiplies all pairs"),
+             "jax-linear-attention selected_index_scores", "jax-linear-attention"),
         )
     ]  # fmt: skip
 
