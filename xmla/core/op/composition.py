@@ -6,7 +6,7 @@ from typing import Any
 
 from xmla.core.call import CalledAs, Problem
 from xmla.core.op.op import Op
-from xmla.core.plan import Fusion, Part, Plan, fuse, join, overlap
+from xmla.core.plan import Fusion, Part, Plan, fuse, join, overlap_launches
 from xmla.core.values import Device, Spec
 
 
@@ -59,4 +59,4 @@ class Composition:
     def plan(self, fusions: Sequence[Fusion] = ()) -> Plan:
         """The plan of the steps, in which `fusions` make one launch of two, and launches that spread start early."""
         plan = join(self.parts, tuple(self.problem.results))
-        return replace(plan, launches=overlap(fuse(plan.launches, fusions)))
+        return replace(plan, launches=overlap_launches(fuse(plan.launches, fusions)))

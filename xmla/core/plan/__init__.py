@@ -4,7 +4,7 @@ from xmla.core.plan.chunking import Rows, divided, fewest_of_a_part, in_parts, j
 from xmla.core.plan.clearing import clear
 from xmla.core.plan.fusion import Fusion, fuse
 from xmla.core.plan.implementation import ON_HOPPER, Condition, Implementation, choose, on_gpus
-from xmla.core.plan.overlap import overlap, overlap_limit
+from xmla.core.plan.overlap import overlap_launches, overlap_limit
 from xmla.core.plan.plan import (
     ALIGNMENT,
     Choice,
@@ -44,6 +44,6 @@ __all__ = [
     "join_parts",
     "most_registers",
     "on_gpus",
-    "overlap",
+    "overlap_launches",
     "overlap_limit",
 ]

@@ -16,7 +16,7 @@ def overlap_limit(problem: Problem, device: Device, *early: str) -> int:
     return 0 if problem.written.intersection(early) else device.overlap_limit
 
 
-def overlap(launches: Sequence[Launch]) -> tuple[Launch, ...]:
+def overlap_launches(launches: Sequence[Launch]) -> tuple[Launch, ...]:
     """The launches of a plan, of which those before one that spreads let it start however many programs they have."""
     limited = [
         launch.overlapped(LARGEST_SIZE) if launch.waits and following.spreads else launch
