@@ -30,7 +30,10 @@ def arguments(q: Spec, cache: Spec, keys: int, extra: Spec | None = None, width:
     """Arguments of attention to `keys` slots for each token, and to `width` slots of a second pool."""
     tokens = q.shape[0]
     specs = {"q": q, "cache": cache, "slots": Spec((tokens, keys), "int32"), "lengths": Spec((tokens,), "int32")}
-    return specs if extra is None else specs | {"extra_cache": extra, "extra_slots": Spec((tokens, width), "int32")}
+    if extra is None:
+        return specs
+    second = {"extra_slots": Spec((tokens, width), "int32"), "extra_lengths": Spec((tokens,), "int32")}
+    return specs | {"extra_cache": extra} | second
 
 
 def format_names(layout: MlaLayout, extra: MlaLayout | None = None) -> dict[str, Any]:
