@@ -87,8 +87,6 @@ def attend_calls(
     for (cache, keys, extra, width), tokens in product(sources, token_counts(device, sizes.tokens)):
         q = Spec((tokens, heads, PLAIN_V4.dims), "bfloat16")
         specs = memory.arguments(q, cache, keys, extra, width) | {"sink": Spec((heads,), "float32")}
-        if extra is not None:
-            specs["extra_lengths"] = specs["lengths"]
         attrs = {"softmax_scale": scale}
         yield Call("sparse_mla", specs, attrs if cache is rows else attrs | {"empty_lse": "+inf"})
 

@@ -223,8 +223,6 @@ def attend_calls_v4(layer: Any, window: Spec, cache: Spec | None, sizes: Sizes, 
     for width, tokens, (first, second, named) in of_pools:
         q = Spec((tokens, layer.padded_heads, PLAIN_V4.dims), "bfloat16")
         called = memory.arguments(q, first, layer.window_slots, second, width) | sink
-        if second is not None:
-            called["extra_lengths"] = called["lengths"]
         yield Call("sparse_mla", called, attrs | named)
     if cache is not None:
         for width in layer.entry_widths():
