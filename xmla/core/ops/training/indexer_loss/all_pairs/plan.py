@@ -35,9 +35,8 @@ def serves(problem: Problem, device: Device) -> bool:
         return False
     if problem["I"] < FEWEST_HEADS:
         return False
-    twice_seen = 2 * problem["N"] - smaller(
-        problem["T"], problem["N"]
-    )  # by a token, if tokens are the last of the keys
+    # Keys that a token sees on average, twice, if tokens are the last of the keys.
+    twice_seen = 2 * problem["N"] - smaller(problem["T"], problem["N"])
     return not problem.has("indices") or twice_seen <= MOST_KEYS_OF_A_COLUMN * problem["K"]
 
 
