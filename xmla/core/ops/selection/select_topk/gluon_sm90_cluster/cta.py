@@ -79,7 +79,7 @@ def interval_of_kth(keys, k, length, C: gl.constexpr):
     # What is outside of the interval is counted too, by each lane aside: without a branch for each element.
     aside = BINS + gl.arange(0, COLUMNS, layout=K) // C.EACH % 32
     span = (high - low).to(gl.uint32, bitcast=True)
-    if 5 * k <= 2 * length:  # otherwise the k-th is presumably further down
+    if k // 2 <= length // 5:  # otherwise the k-th is presumably further down
         span = gl.minimum(span, OCTAVES)
     shift = shift_of(span, BITS)
     need = k  # of those in the interval
