@@ -177,7 +177,7 @@ def sparse_mla_backward_dcache_sm90_kernel(
     group = (gl.program_id(0) // C.PARTS).to(gl.int64)
     first_piece = gl.program_id(0) % C.PARTS * PIECES
     token = first_token + group * TOKENS
-    most_merged = TOKENS * num_keys
+    most_merged = TOKENS * num_keys.to(gl.int64)
     places, units = places_ptr + offset_of(group, most_merged), units_ptr + offset_of(group, most_merged)
     ranks = ranks_ptr + offset_of(group * TOKENS, most_merged)
     factors = factors_ptr + offset_of(group * TOKENS, num_keys) * (2 * HEADS)

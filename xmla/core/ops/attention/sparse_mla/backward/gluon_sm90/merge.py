@@ -43,9 +43,9 @@ def merge_slots_kernel(
     HAS_LENGTHS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    counts = as_sums(counts_ptr + offset_of(tl.program_id(0), 2 * num_slots))
+    counts = as_sums(counts_ptr + 2 * offset_of(tl.program_id(0), num_slots))
     programs = tl.num_programs(0)
-    most_merged = TOKENS * num_keys
+    most_merged = TOKENS * num_keys.to(tl.int64)
     for turn in tl.range(0, tl.cdiv(num_groups - tl.program_id(0), programs)):
         group = tl.program_id(0) + turn * programs
         least = tl.full([BLOCK], num_slots, tl.int32)
@@ -91,7 +91,7 @@ def merge_slots_kernel(
                 for number in tl.static_range(TOKENS):
                     mine = ((count >> number * COUNT_BITS).to(tl.int32) & MOST_COUNTED) > time
                     rank = ((before >> number * COUNT_BITS).to(tl.int32) & MOST_COUNTED) + time
-                    at = ranks + number * most_merged.to(tl.int64) + place + time
+                    at = ranks + number * most_merged + place + time
                     tl.store(at, tl.where(mine, rank, -1), mask=named)
                     tl.store(ordered + number * num_keys.to(tl.int64) + rank, slot, mask=mine)
             placed += tl.sum(most, 0)
