@@ -41,7 +41,8 @@ OTHERS = (100, 120)
 FAR = 2**31 - 2**21  # a stride, or the entries of a page
 AMPLE = 2**40  # bytes of a workspace, where the case's is too small for so many entries
 TILE = 256  # the most tokens or keys of one
-COUNTS = {"next_n", "split_keys", "chunk"}  # sizes of the call: tokens of a request, keys of a split and of a program
+# Sizes of the call: tokens of a request and of a chain, keys of a split and of a program.
+COUNTS = {"next_n", "chain_tokens", "split_keys", "chunk"}
 # Entries of a page are dense; one page of FAR of them is a whole pool.
 ENTRIES = {"R", "EXTRA_R", "SOURCE_R", "STATE_R"}
 PAGES = {"P", "EXTRA_P", "SOURCE_P", "STATE_P", "M", "STATE_M"}

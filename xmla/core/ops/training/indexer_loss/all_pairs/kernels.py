@@ -232,6 +232,8 @@ def query_gradient_kernel(
     Copies of keys wait for nothing if all are read. Both in one kernel, ptxas would serialise its products.
     """
     INDEXER: tl.constexpr = C.INDEXER
+    BLOCK_I: tl.constexpr = INDEXER.BLOCK_I
+    D: tl.constexpr = INDEXER.D
     BLOCK_N: tl.constexpr = C.BLOCK_N
     row = num_rows - 1 - tl.program_id(0)  # causal tokens with the most keys first
     token = first_token + row.to(tl.int64)
@@ -253,9 +255,9 @@ def query_gradient_kernel(
     index_k_ptr += offset_of(start, INDEXER.K_STRIDE)
     pairs_ptr += offset_of(row, num_keys) + start
     count = end - start
-    offs_d = tl.arange(0, INDEXER.D)
-    dq = tl.zeros([INDEXER.BLOCK_I, INDEXER.D], tl.float32)
-    dweights = tl.zeros([INDEXER.BLOCK_I], tl.float32)
+    offs_d = tl.arange(0, D)
+    dq = tl.zeros([BLOCK_I, D], tl.float32)
+    dweights = tl.zeros([BLOCK_I], tl.float32)
     for first in tl.range(0, count, BLOCK_N):
         key = first + tl.arange(0, BLOCK_N)
         apart = tl.load(pairs_ptr + key, mask=key < count, other=0.0)
