@@ -113,6 +113,21 @@ def cast_kernel(x_ptr, out_ptr, N: tl.constexpr):
 
 
 @pytest.mark.skipif(HAS_GPU, reason="kernels are compiled, not interpreted, on a GPU")
+@pytest.mark.usefixtures("device")
+def test_subnormal_numbers_of_a_thread_that_flushes_them() -> None:
+    """As threads of XLA do: kernels' numbers stay, and the thread flushes again afterwards."""
+    least = torch.tensor([[2.0**-149, 0.0, 2.0**-148]])
+    length = torch.tensor([3], dtype=torch.int32)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor has no such mode")
+    try:
+        assert torch_api.select_topk(least, length, k=2).tolist() == [[0, 2]]
+        assert (torch.tensor([2.0**-120]) * 2.0**-20).item() == 0.0
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="kernels are compiled, not interpreted, on a GPU")
 def test_other_kernels_are_interpreted_as_without_xmla(device: str) -> None:
     """Products and casts of types that xmla has not, and of those that it corrects, before and after an op."""
     rng = np.random.default_rng(0)

@@ -6,10 +6,12 @@ Triton 3.6 to 3.9 interpret bf16 and fp8 wrongly in three ways, silently:
   - casts from e4m3 read NaN as 480.
 While a plan runs, `_convert_float` and `InterpreterBuilder.create_dot` are therefore replaced by ml_dtypes' casts and a
 matmul; other kernels of the process see Triton's own. The matmul is in float64: some BLAS libraries add float32 in an
-order that depends on a row's position, so tensor-parallel ranks would differ.
+order that depends on a row's position, so tensor-parallel ranks would differ. Subnormal numbers stay what they are, as
+in compiled kernels, also where a thread, as XLA's are, would make them 0.
 tests/core/test_interpreter.py fails once upstream does all three right; then this shim is removed.
 """
 
+import ctypes
 import os
 import threading
 import warnings
@@ -36,6 +38,8 @@ _NUMPY = {
     tl.float8e4nv: np.dtype(ml_dtypes.float8_e4m3fn),
     tl.float8e5: np.dtype(ml_dtypes.float8_e5m2),
 }
+_LIBC = ctypes.CDLL(None)
+_DEFAULT_ENVIRONMENT = ctypes.c_void_p(-1)  # FE_DFL_ENV
 # The interpreter patches triton.language while it runs, so one plan runs at a time. What interrupts a thread, a handler
 # of signals or a finaliser, is in the same thread: it may fork there, and is refused an op, for which it would wait.
 _lock = threading.RLock()
@@ -75,6 +79,18 @@ def corrections() -> Iterator[None]:
         finally:
             for original in kept:
                 setattr(*original)
+
+
+@contextmanager
+def _default_arithmetic() -> Iterator[None]:
+    """This thread's arithmetic of floats as a process begins with it."""
+    kept = ctypes.create_string_buffer(64)  # more than any platform's fenv_t
+    _LIBC.fegetenv(kept)
+    _LIBC.fesetenv(_DEFAULT_ENVIRONMENT)
+    try:
+        yield
+    finally:
+        _LIBC.fesetenv(kept)
 
 
 def _pointer(array: np.ndarray) -> tl.tensor:
@@ -122,7 +138,7 @@ def _run(plan: Plan, arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, ...]:
         # Uninitialised memory on a GPU holds anything; 0xFF bytes are NaN in every float dtype and -1 in every integer.
         poison = np.full(spec.nbytes, 0xFF, np.uint8)
         arrays.setdefault(name, poison.view(DTYPES[spec.dtype][0]).reshape(spec.shape))
-    with corrections(), np.errstate(all="ignore"), warnings.catch_warnings():
+    with corrections(), _default_arithmetic(), np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "All-NaN slice", RuntimeWarning)  # a row of NaN, which kernels accept
         for launch in plan.active:
             _interpret(launch, arrays)
