@@ -150,7 +150,7 @@ def within_wider_rows(case: Case, first: int, width: int) -> Case:
 
 SELECTION = registry()["select_topk"]
 MANY_ROWS = SELECTION, within_wider_rows(selection_case(3, 9001, 2048, with_starts=True), 0, 2), HOPPER
-MISLED, FULL_LIST = (
+MISLED, HALF_EQUAL = (
     (SELECTION, selection_case(2, 9001, k, values), HOPPER) for k, values in ((512, "misleading"), (700, "boundary"))
 )
 TIED = SELECTION, within_wider_rows(selection_case(3, 9001, 512, "ties", with_starts=True), 1, 4), HOPPER
@@ -232,7 +232,7 @@ MORE = [
     (ATTENTION, make_case(2, 17, 330, 64, V32, with_lengths=True, with_sink=True), HOPPER),
     AT_PLACES,
     MANY_ROWS,
-    FULL_LIST,
+    HALF_EQUAL,
     FEW_NUMBERS,
     (SELECTION, selection_case(2, 9001, 700, "constant"), HOPPER),
     TIED,
@@ -786,16 +786,16 @@ PLANTED = [
     Planted(LOGITS, RAGGED, "    fence_async_shared()\n", ""),
     Planted(ANY_ORDER, ANY_ORDER_KERNEL, "    fence_async_shared()\n    gl.barrier()", "    gl.barrier()"),
     # Wrong values.
-    Planted(FULL_LIST, ROWS_KERNEL, "(count >= k) & (count <= CAPACITY)", "count >= k"),
+    Planted(MISLED, ROWS_KERNEL, "(count >= k) & (count <= CAPACITY)", "count >= k"),
     Planted(MISLED, ROWS_KERNEL, "(count >= k) & (count <= CAPACITY)", "count <= CAPACITY"),
-    Planted(MISLED, ROWS_KERNEL, "            if count < k:  # NaN", "            if count < 0:  # NaN"),
+    Planted(MISLED, ROWS_KERNEL, "if count < k:  # NaN", "if count < 0:  # NaN"),
     Planted(FEW_NUMBERS, ROWS_KERNEL, "gl.full([], 1, gl.uint32), gl.full", "gl.full([], 2, gl.uint32), gl.full"),
-    Planted(FULL_LIST, ROWS_KERNEL,
+    Planted(MISLED, ROWS_KERNEL,
             "        f\"setp.gt.u32 leave, total, {most};\",\n        \"@leave bra done;\",\n", ""),
-    Planted(FULL_LIST, ROWS_KERNEL, "    if more > 0:  # of entries", "    if more < 0:  # of entries"),
-    Planted(FULL_LIST, ROWS_KERNEL, "gl.where(bits <= left, word, word & ((one << place) - 1))", "word"),
-    Planted(FULL_LIST, ROWS_KERNEL, "count - (gl.associative_scan(bits, 0, add) - bits)", "count + 0 * bits"),
-    Planted(FULL_LIST, ROWS_KERNEL, "for i in gl.static_range(5):", "for i in gl.static_range(3):"),
+    Planted(HALF_EQUAL, ROWS_KERNEL, "    if more > 0:  # of entries", "    if more < 0:  # of entries"),
+    Planted(HALF_EQUAL, ROWS_KERNEL, "gl.where(bits <= left, word, word & ((one << place) - 1))", "word"),
+    Planted(HALF_EQUAL, ROWS_KERNEL, "count - (gl.associative_scan(bits, 0, add) - bits)", "count + 0 * bits"),
+    Planted(HALF_EQUAL, ROWS_KERNEL, "for i in gl.static_range(5):", "for i in gl.static_range(3):"),
     Planted(TIED, ROWS_KERNEL, "gl.where(more > 0, kth + 1, kth)", "kth"),
     Planted(TIED, ROWS_KERNEL, "gl.where(bits <= left, word, word &", "(word &"),
     Planted(MANY_ROWS, ROWS_KERNEL, "place, place, 0, 31, 0xffffffff", "place, place, 1, 31, 0xffffffff"),
@@ -808,9 +808,9 @@ PLANTED = [
     Planted(MANY_ROWS, ROWS_KERNEL, "gl.associative_scan(counts, 0, add) - counts",
             "gl.associative_scan(counts, 0, add)"),
     Planted(MANY_ROWS, ROWS_KERNEL, "    clear(words)\n    column", "    column"),
-    Planted(FULL_LIST, ROWS_KERNEL, "    clear(words)\n    clear(others)", "    clear(others)"),
-    Planted(FULL_LIST, ROWS_KERNEL, "    clear(others)\n", ""),
-    Planted(FULL_LIST, ROWS_KERNEL, "count -= found & 0xFFFF", "count -= found"),
+    Planted(HALF_EQUAL, ROWS_KERNEL, "    clear(words)\n    clear(others)", "    clear(others)"),
+    Planted(HALF_EQUAL, ROWS_KERNEL, "    clear(others)\n", ""),
+    Planted(HALF_EQUAL, ROWS_KERNEL, "count -= found & 0xFFFF", "count -= found"),
     Planted(NO_NEWEST, BLOCKS, "scores = gl.where(inside, scores, float(\"nan\"))", "pass"),
     Planted(MAXIMA, BLOCKS, "gl.where(now, count, 0)", "count"),
     Planted(MAXIMA, BLOCKS, "& (place > shift)", "& (place > shift + 1)"),
