@@ -278,9 +278,9 @@ def test_the_model_lists_the_calls_of_a_step(
     called = []
     real = _prepared.prepare
 
-    def prepare(op: Op, tensors: list, attrs: Attributes, *rest: object) -> object:
+    def prepare(op: Op, tensors: list, attrs: tuple, *rest: object) -> object:
         assert all(t is None or t.data_ptr() % 16 == 0 for t in tensors), op.name
-        called.append(key(op.name, [t if t is None else _prepared.spec_of(t) for t in tensors], attrs))
+        called.append(key(op.name, [t if t is None else _prepared.spec_of(t) for t in tensors], op.attributes(*attrs)))
         return real(op, tensors, attrs, *rest)
 
     monkeypatch.setattr(_prepared, "prepare", prepare)

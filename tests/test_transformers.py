@@ -339,9 +339,11 @@ def test_weights_that_hooks_bring(kind: str, device: str) -> None:
     """accelerate keeps them elsewhere, and the modules have none of their own before they are called."""
     accelerate = pytest.importorskip("accelerate")
     model, tokens = build(kind, device), text(device, 1, 21)
-    own = logits(model, "xmla", tokens)
+    own, eager = (logits(model, by, tokens) for by in ("xmla", "eager"))
     brought = logits(accelerate.cpu_offload(model, execution_device=torch.device(device)), "xmla", tokens)
-    assert distance(brought, own, torch.ones_like(own).bool()) < 0.005
+    every = torch.ones_like(own).bool()
+    # PyTorch may round products otherwise where weights lie elsewhere, and that is less than what eager's roundings do.
+    assert distance(brought, own, every) < distance(own, eager, every) / 2
 
 
 def test_an_exported_pass(device: str) -> None:
