@@ -280,6 +280,30 @@ def test_refusals_name_the_field(
         model_config(config | change)
 
 
+# What a keyword says in place of a field, where the class has one.
+KEYWORDS = {
+    "num_attention_heads": "heads", "index_n_heads": "index_heads", "index_head_dim": "index_dim", "index_topk": "k",
+    "max_position_embeddings": "max_lens", "qk_nope_head_dim": "softmax_scale", "sliding_window": "window",
+    "index_kpool": "pool", "candidate_topk_blocks": "blocks", "candidate_block_size": "granularity",
+    "index_topk_freq": "shared_selection", "compress_ratios": "ratios",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_keyword_stands_for_a_field(name: str) -> None:
+    """That is missing or that nobody can read."""
+    config, model = PUBLISHED[name].fields, model_config(name)
+    replaced = {field: KEYWORDS[field] for field in config if hasattr(model, KEYWORDS.get(field, ""))}
+    assert len(replaced) >= 6
+    for unread in ({}, dict.fromkeys(replaced, "1M")):
+        rest = {field: value for field, value in config.items() if field not in replaced}
+        given = {keyword: getattr(model, keyword) for keyword in replaced.values()}
+        assert model_config(rest | unread, **given) == model
+    for field, keyword in replaced.items():
+        rest = {other: value for other, value in config.items() if other != field}
+        assert model_config(rest, **{keyword: getattr(model, keyword)}) == model, field
+
+
 def test_other_arguments_are_refused(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text("[]")
     (tmp_path / "none.json").write_text("{")

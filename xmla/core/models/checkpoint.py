@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,7 +21,7 @@ from xmla.core.models.v41 import ModelConfigV41
 from xmla.core.values import Attr
 
 ROPE_DIMS = 64
-Sizes = dict[str, Any]
+Sizes = dict[str, Callable[[], Any]]  # read where no keyword stands for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +53,14 @@ class Checkpoint:
         self.expect("kv_lora_rank", VALUE_DIMS)
         self.expect("qk_rope_head_dim", rope)
 
-    def ratios(self, known: tuple[int, ...]) -> None:
-        """Refuse layers with other numbers of tokens an entry than `known`, or than 0: those have a window alone."""
+    def ratios(self, known: tuple[int, int]) -> tuple[int, int]:
+        """The numbers of tokens an entry, `known`. Others are refused, but 0, of layers with a window alone."""
         name = "compress_rates" if self.fields.get("compress_rates") else "compress_ratios"
         rates = self.fields.get(name)
         listed = [*rates.values()] if isinstance(rates, Mapping) else rates
         if not isinstance(listed, list | tuple) or any(rate not in (0, *known) for rate in listed):
             self.refuse(name, f"0, {' or '.join(map(str, known))} tokens an entry in each layer")
+        return known
 
     def softmax_scale(self) -> float:
         """The scale of queries with roped dims and others, times the square of YaRN's factor where rope has one."""
@@ -82,9 +84,9 @@ class Checkpoint:
     def sizes(self) -> Sizes:
         """The sizes that every model has."""
         return {
-            "heads": self.count("num_attention_heads"), "index_heads": self.count("index_n_heads"),
-            "index_dim": self.count("index_head_dim"), "k": self.count("index_topk"),
-            "max_lens": (self.count("max_position_embeddings"),),
+            "heads": partial(self.count, "num_attention_heads"), "index_heads": partial(self.count, "index_n_heads"),
+            "index_dim": partial(self.count, "index_head_dim"), "k": partial(self.count, "index_topk"),
+            "max_lens": lambda: (self.count("max_position_embeddings"),),
         }  # fmt: skip
 
     def shares_selections(self) -> bool:
@@ -100,18 +102,18 @@ class Checkpoint:
 def one_by_one(checkpoint: Checkpoint) -> tuple[type[Model], Sizes]:
     """Keys are selected one by one: V3.2, A.X-K2, the layers of dots3 that select."""
     checkpoint.latents()
-    return ModelConfig, {**checkpoint.sizes(), "softmax_scale": checkpoint.softmax_scale()}
+    return ModelConfig, {**checkpoint.sizes(), "softmax_scale": checkpoint.softmax_scale}
 
 
 def glm(checkpoint: Checkpoint) -> tuple[type[Model], Sizes]:
     model, sizes = one_by_one(checkpoint)
-    return model, {**sizes, "shared_selection": checkpoint.shares_selections()}
+    return model, {**sizes, "shared_selection": checkpoint.shares_selections}
 
 
 def hy4(checkpoint: Checkpoint) -> tuple[type[Model], Sizes]:
     """Hy4's layers share selections also where `indexer_types` is left out, and each head has a sink."""
     model, sizes = one_by_one(checkpoint)
-    return model, {**sizes, "shared_selection": True, "sink": True}
+    return model, {**sizes, "shared_selection": lambda: True, "sink": lambda: True}
 
 
 def mistral_large4(checkpoint: Checkpoint) -> tuple[type[Model], Sizes]:
@@ -122,28 +124,29 @@ def mistral_large4(checkpoint: Checkpoint) -> tuple[type[Model], Sizes]:
 def glm_flash(checkpoint: Checkpoint) -> tuple[type[Model], Sizes]:
     checkpoint.latents(rope=0)
     checkpoint.expect("index_kpool_always_select_tail", True, absent=True)
-    sizes = {**checkpoint.sizes(), "pool": checkpoint.count("index_kpool")}
-    return ModelConfigGlmFlash, {**sizes, "softmax_scale": checkpoint.softmax_scale()}
+    sizes = {**checkpoint.sizes(), "pool": partial(checkpoint.count, "index_kpool")}
+    return ModelConfigGlmFlash, {**sizes, "softmax_scale": checkpoint.softmax_scale}
 
 
 def v4(checkpoint: Checkpoint) -> tuple[type[Model], Sizes]:
-    return ModelConfigV4, two_sources(checkpoint, RATIOS)
+    sizes = two_sources(checkpoint)
+    checkpoint.ratios(RATIOS)
+    return ModelConfigV4, sizes
 
 
 def v41(checkpoint: Checkpoint) -> tuple[type[Model], Sizes]:
-    blocks = {
-        "blocks": checkpoint.count("candidate_topk_blocks"), "granularity": checkpoint.count("candidate_block_size"),
+    return ModelConfigV41, two_sources(checkpoint) | {
+        "ratios": partial(checkpoint.ratios, (1, 2)), "blocks": partial(checkpoint.count, "candidate_topk_blocks"),
+        "granularity": partial(checkpoint.count, "candidate_block_size"),
     }  # fmt: skip
-    return ModelConfigV41, two_sources(checkpoint, (1, 2)) | blocks
 
 
-def two_sources(checkpoint: Checkpoint, ratios: tuple[int, int]) -> Sizes:
+def two_sources(checkpoint: Checkpoint) -> Sizes:
     checkpoint.expect("head_dim", VALUE_DIMS)
     checkpoint.expect("qk_rope_head_dim", ROPE_DIMS)
-    checkpoint.ratios(ratios)
     return {
-        **checkpoint.sizes(), "window": checkpoint.count("sliding_window"),
-        "softmax_scale": checkpoint.count("head_dim") ** -0.5,
+        **checkpoint.sizes(), "window": partial(checkpoint.count, "sliding_window"),
+        "softmax_scale": lambda: VALUE_DIMS**-0.5,
     }  # fmt: skip
 
 
@@ -179,7 +182,7 @@ def model_config(config: Any, *, tensor_parallel: int = 1, **sizes: Any) -> Mode
             of a released model, as `xmla plan --model` takes it. No framework is imported.
         tensor_parallel: Ranks that divide the query heads; each has all heads of the indexer.
         sizes: Fields of the class instead of what the checkpoint says, or of the class's own: `batches`, `max_lens`,
-            `next_n`, `cache_format`, ….
+            `next_n`, `cache_format`, …. What they stand for is not read, and may be missing.
 
     Returns:
         A `ModelConfig`, `ModelConfigV4`, `ModelConfigV41`, `ModelConfigGlmFlash` or `ModelConfigMistralLarge4`; what
@@ -196,18 +199,22 @@ def model_config(config: Any, *, tensor_parallel: int = 1, **sizes: Any) -> Mode
         served = [name for name, described in FAMILIES.items() if described is not grouped_queries]
         message = f"model_config: model_type is {checkpoint.model_type!r}, expected one of {', '.join(served)}"
         raise ArgumentError(message + did_you_mean(family, served))
-    model, said = FAMILIES[family](checkpoint)
+    model, read_sizes = FAMILIES[family](checkpoint)
     names = [field.name for field in fields(model)]
     for name in sizes:
         if name not in names:
             expected = f"a field of {model.__name__}: {', '.join(names)}"
             raise ArgumentError(f"model_config: got {name}, expected {expected}{did_you_mean(name, names)}")
-    heads, ranks = said["heads"], Attr("tensor_parallel", int, False, None).plain("model_config", tensor_parallel)
-    if ranks != 1 and "heads" in sizes:
+    said = {name: read_size() for name, read_size in read_sizes.items() if name not in sizes}
+    ranks = Attr("tensor_parallel", int, False, None).plain("model_config", tensor_parallel)
+    if "heads" in said:
+        heads = said["heads"]
+        if ranks < 1 or heads % ranks:
+            raise ArgumentError(f"model_config: tensor_parallel value is {ranks}, expected a divisor of {heads} heads")
+        said["heads"] = heads // ranks
+    elif ranks != 1:
         raise ArgumentError("model_config: got tensor_parallel and heads, expected one of them")
-    if ranks < 1 or heads % ranks:
-        raise ArgumentError(f"model_config: tensor_parallel value is {ranks}, expected a divisor of {heads} heads")
-    return model(**{**said, "heads": heads // ranks, **sizes})
+    return model(**said, **sizes)
 
 
 def read(config: Any) -> Checkpoint:
