@@ -2,7 +2,8 @@
 
 Prints whether ranks that share a prefill's rows select what one does, which layers of a group find their selection
 mapped, the ops of steps whose selection no layer reads, whether fused writers leave fp4 entries to xmla, how many
-values differ that vLLM's own kernels and `without_e4m3` quantise, and the bytes of pages by vLLM's specs and digests.
+values differ that vLLM's own kernels and `without_e4m3` quantise, whether the output's projection of V4 keeps its
+weights plain, and the bytes of pages by vLLM's specs and digests.
 """
 
 import json
@@ -26,7 +27,7 @@ import test_vllm as steps
 from xmla import layouts
 from xmla import torch_api as xt
 from xmla.core.compile import interpreter
-from xmla.vllm import backend, fp4, indexer, without_e4m3
+from xmla.vllm import backend, fp4, indexer, projection, without_e4m3
 from xmla.vllm.refusals import FP4_ENTRIES
 
 
@@ -202,6 +203,40 @@ def quantized(interleaved: bool, cache: torch.dtype) -> list[int]:
     return [differing(*pair) for pair in (written, queries, of_v3, groups)]
 
 
+def plain_weights() -> dict[str, bool]:
+    """Whether an output's projection has its weights in bfloat16 once they are loaded, by the kind of its scales."""
+    from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerTensorOnlineLinearMethod as Online
+
+    weight = torch.randn(64, 96).to(torch.float8_e4m3fn)
+    powers = torch.randint(120, 132, (64, 3), dtype=torch.uint8)
+    scales = {
+        "blocks": torch.rand(2, 3), "powers of two": powers, "rows": torch.rand(64, 1), "rows in one dim": torch.rand(64),
+        "one": torch.rand(1), "a number": torch.rand(()),
+    }  # fmt: skip
+    found = {}
+    for name, scale in scales.items():
+        layer = linear(weight, Online.__new__(Online))
+        layer.register_parameter("weight_scale", torch.nn.Parameter(scale, requires_grad=False))
+        factors = torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale
+        rows, columns = factors.shape if factors.ndim == 2 else (factors.numel(), 1)
+        whole = factors.reshape(rows, columns).repeat_interleave(64 // rows, 0).repeat_interleave(96 // columns, 1)
+        projection.keep_plain(layer)
+        layer.quant_method.process_weights_after_loading(layer)
+        found[name] = torch.equal(layer.weight, (weight.float() * whole).bfloat16())
+    layer = linear(weight.bfloat16(), Online.__new__(Online))  # --quantization fp8
+    projection.keep_plain(layer)
+    layer.quant_method.process_weights_after_loading(layer)
+    return found | {"quantised once loaded": torch.equal(layer.weight, weight.bfloat16())}
+
+
+def linear(weight: torch.Tensor, method: Any) -> Any:
+    """A layer with the weights of a checkpoint, by a method of vLLM's for quantised ones."""
+    layer: Any = torch.nn.Module()
+    layer.register_parameter("weight", torch.nn.Parameter(weight, requires_grad=False))
+    method.requantization_source, layer.quant_method = None, method
+    return layer
+
+
 def page_bytes() -> dict[str, list[int]]:
     """Bytes of a page by the specs of vLLM's layers, without and with padding, by the digest of such pages."""
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
@@ -260,6 +295,7 @@ if __name__ == "__main__":
                 for interleaved, cache in product((False, True), (torch.uint8, torch.bfloat16))
             ],
             "pages": page_bytes(),
+            "plain": plain_weights(),
             "dense": ops_of(True, 0, NONE, "attention"),
             "sparse": [
                 ops_of(False, 0, NONE, "attention"), ops_of(True, 1, NONE, "attention"), ops_of(True, 0, NONE, ""),

@@ -722,6 +722,7 @@ def test_steps_by_the_metadata_of_newer_releases(run: Callable[..., Any]) -> Non
     assert found["mapped"] == [False, True, False, False, True, False, False]
     assert found["written"]
     assert found["quantized"] == [[0, 0, 0, 0]] * 4
+    assert len(found["plain"]) == 7 and all(found["plain"].values()), found["plain"]
     assert len(found["pages"]) == 6, found["pages"]
     for digest, (whole, stride) in found["pages"].items():  # one decides what the other does
         told = dict(field.split("=") for field in digest.split(";"))

@@ -13,7 +13,9 @@ FLOATS = torch.bfloat16, torch.float16, torch.float32
 
 
 def keep_plain(layer: Any) -> None:
-    """Let weights that a checkpoint has in e4m3 be bfloat16 once they are loaded, instead of what vLLM makes of them.
+    """Let weights be bfloat16 once they are loaded, instead of what vLLM makes of them.
+
+    A checkpoint has them so or in e4m3. vLLM would quantise the former too where `--quantization` asks for it.
 
     Raises:
         UnsupportedError: They are of another dtype.
@@ -26,8 +28,7 @@ def keep_plain(layer: Any) -> None:
             not in (*FLOATS, torch.float8_e4m3fn)
         }
     )
-    if dtype == torch.float8_e4m3fn:
-        layer.quant_method.process_weights_after_loading = make_plain
+    layer.quant_method.process_weights_after_loading = make_plain if dtype == torch.float8_e4m3fn else lambda _: None
 
 
 def make_plain(layer: Any) -> None:
@@ -41,10 +42,10 @@ def make_plain(layer: Any) -> None:
 
 
 def dequantize(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Weights [N, K] e4m3 times a scale for each block of a grid [n, k], or one for all, as bfloat16."""
+    """Weights [N, K] e4m3 times a scale for each block of a grid [n, k], for each row or for all, as bfloat16."""
     if scales.dtype == torch.uint8:
         scales = scales.view(torch.float8_e8m0fnu)
-    rows, columns = scales.shape if scales.ndim == 2 else (1, 1)
+    rows, columns = scales.shape if scales.ndim == 2 else (scales.numel(), 1)
     blocks = weight.float().unflatten(0, (rows, -1)).unflatten(2, (columns, -1))  # [n, N/n, k, K/k]
     return (blocks * scales.float().view(rows, 1, columns, 1)).flatten(2).flatten(0, 1).bfloat16()
 
