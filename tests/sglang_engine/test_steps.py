@@ -452,6 +452,7 @@ def test_every_architecture_with_an_indexer_is_served_or_refused(make: Callable[
         ("pooled keys of the indexer (index_kpool)", {}, {"index_kpool": 4}),
         ("entries of 448 latent and 128 roped dims", {}, {"kv_lora_rank": 448, "qk_rope_head_dim": 128}),
         ("entries of 256 latent and 64 roped dims", {}, {"kv_lora_rank": 256}),
+        ("keys of the indexer of 256 dims", {}, {"index_head_dim": 256}),
     ],
 )
 def test_what_is_not_served_of_its_layers_is_refused(

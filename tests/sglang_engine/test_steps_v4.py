@@ -463,9 +463,13 @@ def test_what_is_not_served_is_refused_at_start(written: Engine, monkeypatch: py
                 with pytest.raises(UnsupportedError) as raised:
                     refused()
                 assert str(raised.value) == f"xmla.sglang: not served: {reason}{ending}"
-    monkeypatch.setattr(written.runner.model_config.hf_config, "model_type", "deepseek_v41")
-    with pytest.raises(UnsupportedError, match=r"not served: DeepSeek-V4\.1; "):
-        written.sglang.DeepseekV4AttnBackend(written.runner)
+    for field, value, reason in (
+        ("index_head_dim", 64, "keys of the indexer of 64 dims"),
+        ("model_type", "deepseek_v41", r"DeepSeek-V4\.1"),
+    ):
+        with monkeypatch.context() as changed, pytest.raises(UnsupportedError, match=f"not served: {reason}; "):
+            changed.setattr(written.runner.model_config.hf_config, field, value, raising=False)
+            written.sglang.DeepseekV4AttnBackend(written.runner)
 
 
 def test_without_deep_gemm_the_process_ends(written: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

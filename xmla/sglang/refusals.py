@@ -12,6 +12,7 @@ SERVED = frozenset((
     "LongcatFlashForCausalLM", "MistralLarge3ForCausalLM", "PixtralForConditionalGeneration",
 ))  # fmt: skip
 DRAFTS = "NextN"  # behind the name of the model that a layer drafts for
+KEY_DIMS = 128  # of the indexer's keys, which share a scale
 
 
 def refuse(reasons: Mapping[str, bool]) -> None:
@@ -22,6 +23,12 @@ def refuse(reasons: Mapping[str, bool]) -> None:
             f"xmla.sglang: not served: {', '.join(unserved)}; without xmla in SGLANG_PLUGINS SGLang serves with its "
             "own kernels"
         )
+
+
+def other_keys(config: Any) -> dict[str, bool]:
+    """Keys of the indexer of other dims, of which SGLang stores one scale for each 128."""
+    dims = getattr(config.hf_config, "index_head_dim", KEY_DIMS)
+    return {f"keys of the indexer of {dims} dims": dims != KEY_DIMS}
 
 
 def unserved(config: Any) -> dict[str, bool]:
@@ -45,7 +52,7 @@ def unserved(config: Any) -> dict[str, bool]:
         f"{recorded} SGLANG_DSA_FUSE_TOPK=0": records and envs.SGLANG_DSA_FUSE_TOPK.get(),
         # Of prefills that its dense attention takes it records nothing.
         f"{recorded} SGLANG_{threshold}=0": records and getattr(envs, f"SGLANG_{threshold}").get() > 0,
-    }
+    } | other_keys(config)
 
 
 def unserved_v4(config: Any) -> dict[str, bool]:
@@ -76,4 +83,4 @@ def unserved_v4(config: Any) -> dict[str, bool]:
         f"SGLANG_DSV4_KV_LAYOUT={layout}": layout.lower()
         not in (("v4",) if get_platform().is_sm100 else ("v4", "auto")),
         **{f"{name}=1": getattr(envs, name).get() for name in options},
-    }
+    } | other_keys(config)
