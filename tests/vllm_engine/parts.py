@@ -208,9 +208,9 @@ def plain_weights() -> dict[str, bool]:
     from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerTensorOnlineLinearMethod as Online
 
     weight = torch.randn(64, 96).to(torch.float8_e4m3fn)
-    powers = torch.randint(120, 132, (64, 3), dtype=torch.uint8)
+    powers, rows = torch.randint(120, 132, (64, 3), dtype=torch.uint8), torch.rand(64)
     scales = {
-        "blocks": torch.rand(2, 3), "powers of two": powers, "rows": torch.rand(64, 1), "rows in one dim": torch.rand(64),
+        "blocks": torch.rand(2, 3), "powers of two": powers, "rows": rows[:, None], "rows in one dim": rows,
         "one": torch.rand(1), "a number": torch.rand(()),
     }  # fmt: skip
     found = {}

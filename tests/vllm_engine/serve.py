@@ -12,7 +12,7 @@ With --sleep the engine sleeps at that level, wakes up, and serves the same requ
 them again over caches that lost all pages but those that vLLM's connector has copied. With --shared the second layer
 has the selection of the first; with --apart each layer maps it itself. With --ampere the GPU has no e4m3. DSpark drafts
 as many tokens as --dspark says, and with --adaptive those are verified that pay. With --record what requests select is
-recorded, and saved in a folder beside OUT.
+recorded, and saved in a folder beside OUT. With --options, a JSON object, the engine has these arguments too.
 """
 
 import json
@@ -130,7 +130,7 @@ def serve(
     ranks: int = 1, interleave: int = 1, late: bool = False, beside: bool = False, invariant: bool = False,
     alone: bool = False, new: int = 5, blocks: int = 0, stages: int = 1, sleep: int = 0,
     offload: bool = False, shared: bool = False, apart: bool = False, ampere: bool = False, dspark: int = 0,
-    adaptive: bool = False, record: bool = False, plain: str = "",
+    adaptive: bool = False, record: bool = False, plain: str = "", options: str = "{}",
 ) -> None:  # fmt: skip
     if invariant:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
@@ -210,12 +210,15 @@ def serve(
         arguments["speculative_config"] = {
             "method": "dspark", "num_speculative_tokens": dspark, "enable_adaptive_verification": adaptive
         }  # fmt: skip
+    arguments = {
+        "enforce_eager": True, "max_num_seqs": 4, "max_num_batched_tokens": 64, "block_size": page,
+        "attention_config": {"sparse_mla_force_mqa": invariant or kind == "glm5_next_text"},
+    } | arguments | json.loads(options)  # fmt: skip
     engine = LLMEngine.from_engine_args(
         EngineArgs(
-            model=str(model), skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16", kv_cache_dtype=cache,
-            max_model_len=2 * page + 128, max_num_seqs=4, max_num_batched_tokens=64, enable_chunked_prefill=True,
-            enable_prefix_caching=not alone, block_size=page, compilation_config={"custom_ops": ["none"]},
-            attention_config={"sparse_mla_force_mqa": invariant or kind == "glm5_next_text"}, **arguments,
+            model=str(model), skip_tokenizer_init=True, dtype="bfloat16", kv_cache_dtype=cache,
+            max_model_len=2 * page + 128, enable_chunked_prefill=True, enable_prefix_caching=not alone,
+            compilation_config={"custom_ops": ["none"]}, **arguments,
         )
     )  # fmt: skip
     parameters = SamplingParams(

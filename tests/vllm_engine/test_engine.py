@@ -175,6 +175,33 @@ def test_tokens_with_drafts(drafts: str, kernels: dict[str, Any], serve: Callabl
 
 
 @pytest.mark.skipif(OLD, reason="not tried with 0.26")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_seqs": 1, "max_num_batched_tokens": 17, "block_size": 128,
+         "attention_config": {"sparse_mla_force_mqa": True}},
+        {"enforce_eager": False, "enable_lora": True, "max_lora_rank": 8, "kv_cache_dtype_skip_layers": ["0", "1"]},
+    ],
+)  # fmt: skip
+def test_tokens_with_other_options(options: dict[str, Any], kernels: dict[str, Any], serve: Callable[..., Any]) -> None:
+    """Chunks of 17 tokens of one request at a time, in larger blocks; LoRA without eager mode, over plain entries."""
+    assert serve("--options", json.dumps(options))["tokens"] == kernels["tokens"]
+
+
+@pytest.mark.skipif(OLD, reason="new in 0.33")
+def test_drafts_with_the_selection_of_the_first(kernels: dict[str, Any], serve: Callable[..., Any]) -> None:
+    """index_share_for_mtp_iteration: drafts after the first select nothing."""
+    drafts = {"method": "mtp", "num_speculative_tokens": 3}
+    apart, shared = (
+        serve("--options", json.dumps({"speculative_config": drafts | {"index_share_for_mtp_iteration": shares}}))
+        for shares in (False, True)
+    )
+    assert shared["tokens"] == kernels["tokens"]
+    assert shared["calls"]["sparse_mla"] == apart["calls"]["sparse_mla"]
+    assert shared["calls"]["indexer_topk_paged"] < apart["calls"]["indexer_topk_paged"]
+
+
+@pytest.mark.skipif(OLD, reason="not tried with 0.26")
 def test_what_engines_on_a_gpu_are_asked(run: Callable[..., Any], models: dict[str, Path], tmp_path: Path) -> None:
     """Rounds, a trace and answers of `benchmarks.engines`, by vLLM's own steps and workers."""
     done = run("xmla,interpreted", str(FOLDER / "measured.py"), str(models["v32"]), str(tmp_path / "out.json"))
