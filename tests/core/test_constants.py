@@ -20,19 +20,7 @@ from xmla.core.values import KNOWN_DEVICES, Spec
 
 # Of several kernels that take the same constants.
 UNREAD = {
-    # Bounds and measures of what others compute.
-    "bound_kernel": {"INDEXER.K_STRIDE", "TARGET_STRIDE"}, "bound_scores_kernel": {"INDEXER.K_STRIDE"},
-    "measure_kernel": {"COEFF"},
-    # Of columns that are all keys, or the selected ones, by the kernel itself.
-    "indexer_scores_kernel": {"COLUMNS.HAS_INDICES", "COLUMNS.INDEX_STRIDE", "KEYS.FORMAT"},
-    "indexer_target_kernel": {"COLUMNS.HAS_INDICES"}, "selected_scores_kernel": {"COLUMNS.HAS_INDICES"},
-    "range_target_kernel": {"COLUMNS.HAS_INDICES", "COLUMNS.INDEX_STRIDE"},
-    # Of the loss over all pairs, whose five kernels have one record of a call: each reads a part.
-    "compare_columns_kernel": {"COEFF", "INDEXER"}, "extent_kernel": {"COEFF", "INDEXER", "TARGET_STRIDE"},
-    "compare_ranges_kernel": {"COEFF", "COLUMNS.INDEX_STRIDE", "INDEXER", "TARGET_STRIDE"},
-    "finite_kernel": {"BLOCK_I", "HEADS", "Q_STRIDE_I", "Q_STRIDE_T", "WEIGHT_STRIDE"},
-    "key_gradient_kernel": {"COEFF", "COLUMNS.HAS_INDICES", "COLUMNS.INDEX_STRIDE", "TARGET_STRIDE"},
-    "query_gradient_kernel": {"COLUMNS.HAS_INDICES", "COLUMNS.INDEX_STRIDE", "TARGET_STRIDE"},
+    "indexer_scores_kernel": {"KEYS.FORMAT"},  # always 16-bit
     # One kernel for either way to add, and a launch before them has left out the slots past a length.
     "sparse_mla_backward_sm90_kernel": {"DETERMINISTIC", "SOURCE.HAS_LENGTHS"},
     "sparse_mla_backward_any_order_sm90_kernel": {"DETERMINISTIC", "SOURCE.HAS_LENGTHS"},

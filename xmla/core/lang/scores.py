@@ -27,6 +27,15 @@ def key_range(starts_ptr, ends_ptr, token, num_keys, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def indices_of(indices_ptr, token, COLUMNS: tl.constexpr):
+    """Pointer to a token's row of indices, for `columns_of`; without indices it is not read."""
+    if COLUMNS.HAS_INDICES:
+        return indices_ptr + offset_of(token, COLUMNS.INDEX_STRIDE)
+    else:
+        return indices_ptr
+
+
+@triton.jit
 def columns_of(first, start, end, indices_row, num_columns, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr):
     """A tile of columns: their places in the row, their keys, and which are valid, all [BLOCK_N].
 

@@ -4,7 +4,7 @@ Device code that its kernels share is in `xmla.core.lang.indexer`.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from xmla.core.call import (
     E4M3,
@@ -100,7 +100,7 @@ def keys_are_mxfp4(problem: Problem) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Query(Constants):
-    """Constants of every kernel that reads the quantised query."""
+    """Constants of every kernel that reads the query."""
 
     HEADS: int
     D: int
@@ -110,15 +110,16 @@ class Query(Constants):
     BLOCK_I: int  # rows of a product, of a token's heads
 
     @classmethod
-    def of(cls, problem: Problem) -> "Query":
-        q8, weights = problem.specs["q8"], problem.specs["weights"]
+    def of(cls, problem: Problem, q: str = "q8", weights: str = "weights", **keys: int) -> Self:
+        specs = problem.specs
         return cls(
             HEADS=problem["I"],
             D=problem["D"],
-            Q_STRIDE_T=q8.stride(0),
-            Q_STRIDE_I=q8.stride(1),
-            WEIGHT_STRIDE=weights.stride(0),
+            Q_STRIDE_T=specs[q].stride(0),
+            Q_STRIDE_I=specs[q].stride(1),
+            WEIGHT_STRIDE=specs[weights].stride(0),
             BLOCK_I=head_rows(problem),
+            **keys,
         )
 
 

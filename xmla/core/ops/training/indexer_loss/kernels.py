@@ -25,6 +25,7 @@ from xmla.core.lang.scores import (
     columns_of,
     differentiate,
     greatest_slope,
+    indices_of,
     key_range,
     load_lse,
     load_query,
@@ -47,14 +48,14 @@ def bound_kernel(
     num_keys,  # N
     num_columns,  # K or N
     bounds_ptr,  # [N] i32, the bits of floats: of the greatest summand of each key's gradient
-    C: tl.constexpr,  # Loss
+    C: tl.constexpr,  # Gradient
 ):
     COLUMNS: tl.constexpr = C.COLUMNS
     BLOCK_N: tl.constexpr = C.BLOCK_N
     token = tl.program_id(0).to(tl.int64)
     start, end = key_range(starts_ptr, ends_ptr, token, num_keys, COLUMNS)
     count = num_columns if COLUMNS.HAS_INDICES else tl.maximum(end - start, 0)
-    indices_row = indices_ptr + offset_of(token, COLUMNS.INDEX_STRIDE)
+    indices_row = indices_of(indices_ptr, token, COLUMNS)
     q, weights = load_query(index_q_ptr, index_weights_ptr, token, C.INDEXER)
     bound = greatest_slope(q, weights) * (GREATEST_DIFFERENCE * tl.abs(C.COEFF / num_tokens))
     for first in tl.range(0, count, BLOCK_N):
@@ -135,7 +136,7 @@ def measure_kernel(
     num_columns,  # K or N
     total_ptr,  # [T] f32: the logarithm of the denominator of the prediction's softmax
     mass_ptr,  # [T] f32: the sum of the target; 0 for a token that adds nothing
-    C: tl.constexpr,  # Loss
+    C: tl.constexpr,  # Measurement
 ):
     INDEXER: tl.constexpr = C.INDEXER
     COLUMNS: tl.constexpr = C.COLUMNS
@@ -144,7 +145,7 @@ def measure_kernel(
     target_ptr = target_row(target_ptr, tl.program_id(0), num_columns, C)
     start, end = key_range(starts_ptr, ends_ptr, token, num_keys, COLUMNS)
     count = num_columns if COLUMNS.HAS_INDICES else tl.maximum(end - start, 0)
-    indices_row = indices_ptr + offset_of(token, COLUMNS.INDEX_STRIDE)
+    indices_row = indices_of(indices_ptr, token, COLUMNS)
     q, weights = load_query(index_q_ptr, index_weights_ptr, token, INDEXER)
     greatest = tl.full([BLOCK_N], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_N], tl.float32)
@@ -192,7 +193,7 @@ def indexer_loss_kernel(
     target_ptr = target_row(target_ptr, tl.program_id(0), num_columns, C)
     start, end = key_range(starts_ptr, ends_ptr, token, num_keys, COLUMNS)
     count = num_columns if COLUMNS.HAS_INDICES else tl.maximum(end - start, 0)
-    indices_row = indices_ptr + offset_of(token, COLUMNS.INDEX_STRIDE)
+    indices_row = indices_of(indices_ptr, token, COLUMNS)
     total = tl.load(total_ptr + token)
     mass = tl.load(mass_ptr + token)
     count = tl.where(mass == 0.0, 0, count)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from xmla.core.call import Problem
 from xmla.core.ops.training.indexer_loss.constants import RangeTarget
 from xmla.core.ops.training.indexer_loss.kernels import average_kernel, range_target_kernel
-from xmla.core.ops.training.indexer_scores.constants import Columns
+from xmla.core.ops.training.indexer_scores.constants import Ranges
 from xmla.core.ops.training.indexer_target.constants import Attention
 from xmla.core.ops.training.indexer_target.plan import target_launch
 from xmla.core.plan import ALIGNMENT, Launch, Plan, Rows, divided
@@ -23,7 +23,7 @@ def target(problem: Problem, tokens: Rows) -> list[Launch]:
     if problem.has("indices"):
         return [target_launch(problem, "own_target", tokens)]
     constants = RangeTarget(
-        ATTENTION=Attention.of(problem), COLUMNS=Columns.of(problem), BLOCK_N=TARGET_BLOCK_N, TURN=TURN
+        ATTENTION=Attention.of(problem), COLUMNS=Ranges.of(problem), BLOCK_N=TARGET_BLOCK_N, TURN=TURN
     )
     launch = Launch(
         range_target_kernel,
@@ -36,6 +36,13 @@ def target(problem: Problem, tokens: Rows) -> list[Launch]:
         num_stages=TARGET_STAGES,
     )
     return [launch]
+
+
+def target_stride(problem: Problem) -> int:
+    """Elements between the targets of two tokens; rows over ranges are as long as there are keys."""
+    if problem.has("target"):
+        return problem.specs["target"].stride(0)
+    return problem["K"] if problem.has("indices") else 0
 
 
 def average(problem: Problem) -> Launch:

@@ -1,11 +1,11 @@
-from dataclasses import replace
-
 from xmla.core.call import Problem
+from xmla.core.ops.indexer.shared import Query
 from xmla.core.ops.training.indexer_loss.all_pairs import plan as all_pairs
-from xmla.core.ops.training.indexer_loss.constants import Loss
+from xmla.core.ops.training.indexer_loss.constants import Gradient, Loss, Measurement
 from xmla.core.ops.training.indexer_loss.kernels import bound_kernel, indexer_loss_kernel, measure_kernel
-from xmla.core.ops.training.indexer_loss.parts import average, parts_of_tokens, target
+from xmla.core.ops.training.indexer_loss.parts import average, parts_of_tokens, target, target_stride
 from xmla.core.ops.training.indexer_scores.backward.plan import clear_sums, round_sums, sums_workspace
+from xmla.core.ops.training.indexer_scores.constants import Indexer, columns
 from xmla.core.ops.training.indexer_scores.plan import column_sizes, num_columns
 from xmla.core.plan import Launch, Plan, Rows, most_registers
 from xmla.core.values import Device, Spec, log2_of
@@ -38,7 +38,9 @@ def _token_by_token(problem: Problem, device: Device) -> Plan:
     warps, block_n = differentiating(device, sparse)
     # The summands of one token add up to less than the bound, but for a target that is given.
     log2_parts = log2_of(tokens * (1 if own_target else problem["K"]))
-    constants = Loss.of(problem, block_n)
+    query = Query.of(problem, "index_q", "index_weights")
+    indexer = Indexer.with_keys(problem, "index_q", "index_k", "index_weights")
+    origin, stride, coeff = columns(problem), target_stride(problem), float(problem.attrs.coeff)
     sizes = column_sizes(problem)
     bound = Launch(
         bound_kernel,
@@ -46,21 +48,23 @@ def _token_by_token(problem: Problem, device: Device) -> Plan:
         outputs=("bounds",),
         arrays=stand_ins,
         sizes={"num_tokens": tokens, **sizes},
-        constexprs={"C": replace(constants, BLOCK_N=1024)},
+        constexprs={"C": Gradient(INDEXER=query, COLUMNS=origin, COEFF=coeff, BLOCK_N=1024)},
     )
 
     def measure(part: Rows) -> Launch:
+        constants = Measurement(INDEXER=indexer, COLUMNS=origin, TARGET_STRIDE=stride, BLOCK_N=MEASURE_BLOCK_N)
         return Launch(
             measure_kernel,
             grid=(part.count,),
             outputs=("total", "mass"),
             arrays=reading,
             sizes={"first_token": part.first, **sizes},
-            constexprs={"C": replace(constants, BLOCK_N=MEASURE_BLOCK_N)},
+            constexprs={"C": constants},
             num_warps=MEASURE_WARPS,
         )
 
     def differentiate(part: Rows) -> Launch:
+        constants = Loss(INDEXER=indexer, COLUMNS=origin, TARGET_STRIDE=stride, COEFF=coeff, BLOCK_N=block_n)
         return Launch(
             indexer_loss_kernel,
             grid=(part.count,),

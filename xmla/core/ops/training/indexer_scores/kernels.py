@@ -91,7 +91,7 @@ def selected_scores_kernel(
     num_keys,  # N
     num_columns,  # K
     scores_ptr,  # [T, K] f32
-    C: tl.constexpr,  # SelectedScores
+    C: tl.constexpr,  # Products
 ):
     """Scores at indices: a program has a token and a tile of its columns."""
     BLOCK_N: tl.constexpr = C.BLOCK_N

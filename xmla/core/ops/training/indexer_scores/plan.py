@@ -3,7 +3,7 @@ from dataclasses import dataclass
 
 from xmla.core.call import Problem
 from xmla.core.ops.indexer.shared import Keys, head_rows
-from xmla.core.ops.training.indexer_scores.constants import Columns, Indexer, Scores, SelectedScores
+from xmla.core.ops.training.indexer_scores.constants import Indexer, Products, Ranges, Scores, columns
 from xmla.core.ops.training.indexer_scores.kernels import indexer_scores_kernel, selected_scores_kernel
 from xmla.core.plan import Launch, Plan, Rows
 from xmla.core.values import Device, cdiv, next_power_of_2
@@ -43,19 +43,19 @@ def plan(problem: Problem, device: Device) -> Plan:
         launch = _selected(problem)
     else:
         whole, arrays = Rows(0, problem["T"]), problem.stand_ins(ends="q", starts="q")
-        launch = score_ranges(problem, device, Indexer.of(problem), Columns.of(problem), whole, arrays)
+        launch = score_ranges(problem, device, Indexer.with_keys(problem), Ranges.of(problem), whole, arrays)
     return Plan((launch,), problem.results, ("scores",))
 
 
 def score_ranges(
-    problem: Problem, device: Device, indexer: Indexer, columns: Columns, tokens: Rows, arrays: Mapping[str, str]
+    problem: Problem, device: Device, indexer: Indexer, ranges: Ranges, tokens: Rows, arrays: Mapping[str, str]
 ) -> Launch:
     """Write the scores of these tokens over ranges, −inf beyond, to the array `scores`."""
     config = configure(device)
     block_t = min(config.block_t, next_power_of_2(max(tokens.count, 1)))
     constants = Scores(
         INDEXER=indexer,
-        COLUMNS=columns,
+        COLUMNS=ranges,
         KEYS=Keys.plain(problem, device),
         BLOCK_T=block_t,
         GROUP=min(block_t, max(config.rows // head_rows(problem), 1)),
@@ -75,7 +75,7 @@ def score_ranges(
 
 def _selected(problem: Problem) -> Launch:
     block_n = 64
-    constants = SelectedScores(INDEXER=Indexer.of(problem), COLUMNS=Columns.of(problem), BLOCK_N=block_n)
+    constants = Products(INDEXER=Indexer.with_keys(problem), COLUMNS=columns(problem), BLOCK_N=block_n)
     return Launch(
         selected_scores_kernel,
         grid=(problem["T"] * cdiv(problem["K"], block_n),),

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from xmla.core.call import Problem
-from xmla.core.ops.training.indexer_scores.constants import Columns
+from xmla.core.ops.training.indexer_scores.constants import Ranges
 from xmla.core.plan import Constants
 from xmla.core.values import next_power_of_2
 
@@ -41,5 +41,5 @@ class Target(Constants):
     """Constants of the kernel of the target."""
 
     ATTENTION: Attention
-    COLUMNS: Columns
+    COLUMNS: Ranges
     BLOCK_N: int  # keys of a tile

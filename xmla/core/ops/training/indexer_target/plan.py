@@ -1,5 +1,5 @@
 from xmla.core.call import Problem
-from xmla.core.ops.training.indexer_scores.constants import Columns
+from xmla.core.ops.training.indexer_scores.constants import columns
 from xmla.core.ops.training.indexer_target.constants import Attention, Target
 from xmla.core.ops.training.indexer_target.kernels import indexer_target_kernel
 from xmla.core.plan import Launch, Plan, Rows
@@ -16,7 +16,7 @@ def target_launch(problem: Problem, target: str, tokens: Rows) -> Launch:
         outputs=("target",),
         arrays={"target": target} | problem.stand_ins(ends="indices", starts="indices"),
         sizes={"first_token": tokens.first, "num_keys": problem["N"], "num_columns": problem["K"]},
-        constexprs={"C": Target(ATTENTION=Attention.of(problem), COLUMNS=Columns.of(problem), BLOCK_N=BLOCK_N)},
+        constexprs={"C": Target(ATTENTION=Attention.of(problem), COLUMNS=columns(problem), BLOCK_N=BLOCK_N)},
         num_warps=4 if problem["H"] <= 64 else 8,
     )
 

@@ -47,16 +47,16 @@ def extent_kernel(
     num_columns,  # K
     firsts_ptr,  # [T] i32: the least key of a valid column
     lasts_ptr,  # [T] i32: one past the greatest
-    C: tl.constexpr,  # Loss
+    COLUMNS: tl.constexpr,  # Indices
+    BLOCK_N: tl.constexpr,
 ):
-    BLOCK_N: tl.constexpr = C.BLOCK_N
     token = tl.program_id(0).to(tl.int64)
-    start, end = key_range(starts_ptr, ends_ptr, token, num_keys, C.COLUMNS)
-    indices_row = indices_ptr + offset_of(token, C.COLUMNS.INDEX_STRIDE)
+    start, end = key_range(starts_ptr, ends_ptr, token, num_keys, COLUMNS)
+    indices_row = indices_ptr + offset_of(token, COLUMNS.INDEX_STRIDE)
     least = tl.full([BLOCK_N], 2**31 - 1, tl.int32)
     most = tl.zeros([BLOCK_N], tl.int32)
     for first in tl.range(0, num_columns, BLOCK_N):
-        _, key, ok = columns_of(first, start, end, indices_row, num_columns, C.COLUMNS, BLOCK_N)
+        _, key, ok = columns_of(first, start, end, indices_row, num_columns, COLUMNS, BLOCK_N)
         least = tl.minimum(least, tl.where(ok, key, 2**31 - 1))
         most = tl.maximum(most, tl.where(ok, key + 1, 0))
     tl.store(firsts_ptr + token, tl.minimum(tl.min(least, 0), num_keys))
@@ -68,25 +68,27 @@ def finite_kernel(
     index_k_ptr,  # [N, D]
     num_keys,  # N
     finite_keys_ptr,  # [N / FINITE_KEYS] i8, 1 where all keys of a block are finite
-    INDEXER: tl.constexpr,
+    K_STRIDE: tl.constexpr,
+    D: tl.constexpr,
 ):
     BLOCK: tl.constexpr = FINITE_KEYS
     key = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    k_ptrs = index_k_ptr + offset_of(key[:, None], INDEXER.K_STRIDE) + tl.arange(0, INDEXER.D)[None, :]
+    k_ptrs = index_k_ptr + offset_of(key[:, None], K_STRIDE) + tl.arange(0, D)[None, :]
     keys = tl.load(k_ptrs, mask=(key < num_keys)[:, None], other=0.0)
     zero = tl.sum(tl.sum(keys.to(tl.float32) * 0.0, 1), 0)
     tl.store(finite_keys_ptr + tl.program_id(0), (zero == 0.0).to(tl.int8))
 
 
 @triton.jit
-def measure(pairs_row, target_row, indices_row, start, end, count, num_columns, C: tl.constexpr):
+def measure(
+    pairs_row, target_row, indices_row, start, end, count, num_columns, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr
+):
     """The logarithm of the denominator of a token's softmax, and the sum of its target."""
-    BLOCK_N: tl.constexpr = C.BLOCK_N
     greatest = tl.full([BLOCK_N], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_N], tl.float32)
     mass = tl.zeros([BLOCK_N], tl.float32)
     for first in tl.range(0, count, BLOCK_N):
-        column, key, ok = columns_of(first, start, end, indices_row, num_columns, C.COLUMNS, BLOCK_N)
+        column, key, ok = columns_of(first, start, end, indices_row, num_columns, COLUMNS, BLOCK_N)
         mass += tl.load(target_row + column, mask=ok, other=0.0)
         scores = tl.load(pairs_row + key, mask=ok, other=float("-inf"))
         total, greatest = add_exponentials(total, greatest, scores)
@@ -114,14 +116,14 @@ def compare_ranges_kernel(
     pairs_ptr,  # [part, N] f32: scores, then prediction − target
     losses_ptr,  # [T] f32
     mass_ptr,  # [T] f32: the sum of the target; 0 for a token that adds nothing
-    C: tl.constexpr,  # Loss
+    COLUMNS: tl.constexpr,  # Ranges
+    BLOCK_N: tl.constexpr,
 ):
-    BLOCK_N: tl.constexpr = C.BLOCK_N
     row = offset_of(tl.program_id(0), num_keys)
     token = first_token + tl.program_id(0)
-    start, end = key_range(starts_ptr, ends_ptr, token, num_keys, C.COLUMNS)
+    start, end = key_range(starts_ptr, ends_ptr, token, num_keys, COLUMNS)
     count = tl.maximum(end - start, 0)
-    total, mass = measure(pairs_ptr + row, target_ptr + row, target_ptr, start, end, count, num_keys, C)
+    total, mass = measure(pairs_ptr + row, target_ptr + row, target_ptr, start, end, count, num_keys, COLUMNS, BLOCK_N)
     loss = tl.zeros([BLOCK_N], tl.float32)
     for first in tl.range(0, count, BLOCK_N):
         key = start + first + tl.arange(0, BLOCK_N)
@@ -152,18 +154,18 @@ def compare_columns_kernel(
     columns_ptr,  # [part, K] f32: prediction − target of a column
     losses_ptr,  # [T] f32
     mass_ptr,  # [T] f32: the sum of the target; 0 for a token that adds nothing
-    C: tl.constexpr,  # Loss
+    TARGET_STRIDE: tl.constexpr,
+    COLUMNS: tl.constexpr,  # Indices
+    BLOCK_N: tl.constexpr,
 ):
-    COLUMNS: tl.constexpr = C.COLUMNS
-    BLOCK_N: tl.constexpr = C.BLOCK_N
     row = tl.program_id(0)
     token = first_token + row.to(tl.int64)
-    target_ptr += offset_of(first_target + row, C.TARGET_STRIDE)
+    target_ptr += offset_of(first_target + row, TARGET_STRIDE)
     pairs_ptr += offset_of(row, num_keys)
     columns_ptr += offset_of(row, num_columns)
     start, end = key_range(starts_ptr, ends_ptr, token, num_keys, COLUMNS)
     indices_row = indices_ptr + offset_of(token, COLUMNS.INDEX_STRIDE)
-    total, mass = measure(pairs_ptr, target_ptr, indices_row, start, end, num_columns, num_columns, C)
+    total, mass = measure(pairs_ptr, target_ptr, indices_row, start, end, num_columns, num_columns, COLUMNS, BLOCK_N)
     loss = tl.zeros([BLOCK_N], tl.float32)
     for first in tl.range(0, num_columns, BLOCK_N):
         column, key, ok = columns_of(first, start, end, indices_row, num_columns, COLUMNS, BLOCK_N)
@@ -223,7 +225,7 @@ def query_gradient_kernel(
     dindex_q_ptr,  # [T, I, D]
     dindex_weights_ptr,  # [T, I] f32
     finite_ptr,  # [T] i8, 1 for a token whose queries and weights are
-    C: tl.constexpr,  # Loss
+    C: tl.constexpr,  # Gradient
     SELECTED: tl.constexpr,  # not all keys of a range count
     MASKED: tl.constexpr,  # keys that do not count are not read, for the product of 0 and NaN is none
 ):
@@ -287,7 +289,7 @@ def key_gradient_kernel(
     chain_tokens,  # tokens of a chain
     num_keys,  # N
     chains_ptr,  # [chains, N, D] f32
-    C: tl.constexpr,  # Loss
+    C: tl.constexpr,  # Products
     SEGMENT: tl.constexpr,  # tokens whose products are one sum
 ):
     INDEXER: tl.constexpr = C.INDEXER

@@ -1,3 +1,4 @@
+from collections.abc import Hashable
 from dataclasses import replace
 
 from xmla.core.call import Problem
@@ -11,9 +12,9 @@ from xmla.core.ops.training.indexer_loss.all_pairs.kernels import (
     key_gradient_kernel,
     query_gradient_kernel,
 )
-from xmla.core.ops.training.indexer_loss.constants import Loss
-from xmla.core.ops.training.indexer_loss.parts import average, parts_of_tokens, target
-from xmla.core.ops.training.indexer_scores.constants import Columns
+from xmla.core.ops.training.indexer_loss.constants import Gradient
+from xmla.core.ops.training.indexer_loss.parts import average, parts_of_tokens, target, target_stride
+from xmla.core.ops.training.indexer_scores.constants import Indexer, Products, Ranges, columns
 from xmla.core.ops.training.indexer_scores.plan import column_sizes, num_columns, score_ranges
 from xmla.core.plan import Launch, Plan, Rows, most_registers
 from xmla.core.values import INTERPRETER, Device, Spec, StandIn, cdiv, larger, smaller
@@ -59,11 +60,12 @@ def plan(problem: Problem, device: Device) -> Plan:
     parts = parts_of_tokens(problem, workspace, rows, SEGMENT)
     workspace |= {name: Spec((parts[0].count, row), "float32") for name, row in rows.items()}
     given = problem.stand_ins(ends="index_q", starts="index_q")
-    constants = Loss.of(problem, COMPARED)
+    indexer, coeff = Indexer.with_keys(problem, "index_q", "index_k", "index_weights"), float(problem.attrs.coeff)
+    origin = columns(problem)
     if indexed:
-        ranges, ranged = {"starts": "firsts", "ends": "lasts"}, replace(constants, COLUMNS=Columns.within_ranges())
+        ranges, pair_ranges = {"starts": "firsts", "ends": "lasts"}, Ranges(HAS_ENDS=True, HAS_STARTS=True)
     else:
-        ranges, ranged = given, constants
+        ranges, pair_ranges = given, origin
     own_target = {} if problem.has("target") else {"target": "own_target"}
 
     def prepare() -> list[Launch]:
@@ -73,45 +75,48 @@ def plan(problem: Problem, device: Device) -> Plan:
             outputs=("firsts", "lasts"),
             arrays=given,
             sizes=column_sizes(problem),
-            constexprs={"C": constants},
+            constexprs={"COLUMNS": origin, "BLOCK_N": COMPARED},
         )
         finite = Launch(
             finite_kernel,
             grid=(cdiv(keys, FINITE_KEYS.value),),
             outputs=("finite_keys",),
             sizes={"num_keys": keys},
-            constexprs={"INDEXER": constants.INDEXER},
+            constexprs={"K_STRIDE": indexer.K_STRIDE, "D": dim},
         )
         return [extent, finite]
 
     def score(part: Rows) -> Launch:
         arrays = {"q": "index_q", "k": "index_k", "weights": "index_weights", "scores": "pairs"}
-        return score_ranges(problem, device, constants.INDEXER, ranged.COLUMNS, part, ranges | arrays)
+        return score_ranges(problem, device, indexer, pair_ranges, part, ranges | arrays)
 
     def compare(part: Rows) -> Launch:
         sizes = {"first_token": part.first, "num_keys": keys}
+        constexprs: dict[str, Hashable] = {"COLUMNS": origin, "BLOCK_N": COMPARED}
         if indexed:
             sizes |= {"num_columns": problem["K"], "first_target": part.first if problem.has("target") else 0}
+            constexprs["TARGET_STRIDE"] = target_stride(problem)
         return Launch(
             compare_columns_kernel if indexed else compare_ranges_kernel,
             grid=(part.count,),
             outputs=("pairs", "columns", "losses", "mass") if indexed else ("pairs", "losses", "mass"),
             arrays=given | own_target,
             sizes=sizes,
-            constexprs={"C": constants},
+            constexprs=constexprs,
         )
 
     def differentiate_queries(part: Rows, masked: bool) -> Launch:
         block_n, warps, stages = QUERY_TILE
         # The rows of a wgmma are 64.
-        indexer = replace(constants.INDEXER, BLOCK_I=max(constants.INDEXER.BLOCK_I, 64 if device.arch == 90 else 0))
+        wide = replace(indexer, BLOCK_I=max(indexer.BLOCK_I, 64 if device.arch == 90 else 0))
+        constants = Gradient(INDEXER=wide, COLUMNS=pair_ranges, COEFF=coeff, BLOCK_N=block_n)
         return Launch(
             query_gradient_kernel,
             grid=(part.count,),
             outputs=("dindex_q", "dindex_weights", "finite"),
             arrays=ranges | ({} if indexed else {"finite_keys": StandIn("index_q")}),
             sizes={"first_token": part.first, "num_rows": part.count, "num_tokens": tokens, "num_keys": keys},
-            constexprs={"C": replace(ranged, INDEXER=indexer, BLOCK_N=block_n), "SELECTED": indexed, "MASKED": masked},
+            constexprs={"C": constants, "SELECTED": indexed, "MASKED": masked},
             num_warps=warps,
             num_stages=stages,
             max_registers=most_registers(warps),
@@ -119,6 +124,7 @@ def plan(problem: Problem, device: Device) -> Plan:
 
     def differentiate_keys(part: Rows) -> Launch:
         block_n, warps, stages = KEY_TILE
+        constants = Products(INDEXER=indexer, COLUMNS=pair_ranges, BLOCK_N=block_n)
         chains = (part.first + part.count - 1) // chain_tokens - part.first // chain_tokens + 1
         return Launch(
             key_gradient_kernel,
@@ -126,7 +132,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             outputs=("chains",),
             arrays=ranges,
             sizes={"first_token": part.first, "num_rows": part.count, "chain_tokens": chain_tokens, "num_keys": keys},
-            constexprs={"C": replace(ranged, BLOCK_N=block_n), "SEGMENT": SEGMENT},
+            constexprs={"C": constants, "SEGMENT": SEGMENT},
             num_warps=warps,
             num_stages=stages,
             max_registers=most_registers(warps),
@@ -142,7 +148,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         grid=(cdiv(keys * dim, ADDED),),
         outputs=("dindex_k",),
         sizes={"num_tokens": tokens, "num_elements": keys * dim, "num_chains": num_chains},
-        constexprs={"COEFF": constants.COEFF, "BLOCK": ADDED},
+        constexprs={"COEFF": coeff, "BLOCK": ADDED},
     )
     launches += [add, average(problem)]
     results = problem.results

@@ -8,6 +8,7 @@ from xmla.core.lang.scores import (
     columns_of,
     differentiate,
     greatest_slope,
+    indices_of,
     key_range,
     load_query,
     score,
@@ -33,7 +34,7 @@ def bound_scores_kernel(
     token = tl.program_id(0).to(tl.int64)
     start, end = key_range(starts_ptr, ends_ptr, token, num_keys, C.COLUMNS)
     count = num_columns if C.COLUMNS.HAS_INDICES else tl.maximum(end - start, 0)
-    indices_row = indices_ptr + offset_of(token, C.COLUMNS.INDEX_STRIDE)
+    indices_row = indices_of(indices_ptr, token, C.COLUMNS)
     dscores_row = dscores_ptr + offset_of(token, C.DSCORE_STRIDE)
     q, weights = load_query(q_ptr, weights_ptr, token, C.INDEXER)
     slope = greatest_slope(q, weights)
@@ -69,7 +70,7 @@ def indexer_scores_backward_kernel(
     token = tl.program_id(0).to(tl.int64)
     start, end = key_range(starts_ptr, ends_ptr, token, num_keys, C.COLUMNS)
     count = num_columns if C.COLUMNS.HAS_INDICES else tl.maximum(end - start, 0)
-    indices_row = indices_ptr + offset_of(token, C.COLUMNS.INDEX_STRIDE)
+    indices_row = indices_of(indices_ptr, token, C.COLUMNS)
     dscores_row = dscores_ptr + offset_of(token, C.DSCORE_STRIDE)
     q, weights = load_query(q_ptr, weights_ptr, token, INDEXER)
     slope = greatest_slope(q, weights)

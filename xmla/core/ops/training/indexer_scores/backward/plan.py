@@ -1,12 +1,13 @@
 from dataclasses import replace
 
 from xmla.core.call import Problem
+from xmla.core.ops.indexer.shared import Query
 from xmla.core.ops.training.indexer_scores.backward.kernels import (
     bound_scores_kernel,
     indexer_scores_backward_kernel,
     round_keys_kernel,
 )
-from xmla.core.ops.training.indexer_scores.constants import Columns, Indexer, ScoresDerivative
+from xmla.core.ops.training.indexer_scores.constants import Indexer, ScoresDerivative, columns
 from xmla.core.ops.training.indexer_scores.plan import column_sizes, num_columns
 from xmla.core.plan import Launch, Plan, clear, most_registers
 from xmla.core.values import Device, Spec, cdiv, log2_of
@@ -46,8 +47,8 @@ def plan(problem: Problem, device: Device) -> Plan:
     log2_parts = log2_of(problem["T"] * (num_columns(problem) if problem.has("indices") else 1))
     stand_ins = problem.stand_ins(ends="q", starts="q", indices="q")
     constants = ScoresDerivative(
-        INDEXER=Indexer.of(problem),
-        COLUMNS=Columns.of(problem),
+        INDEXER=Indexer.with_keys(problem),
+        COLUMNS=columns(problem),
         BLOCK_N=BLOCK_N,
         DSCORE_STRIDE=problem.specs["dscores"].stride(0),
     )
@@ -57,7 +58,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         outputs=("bounds",),
         arrays=stand_ins,
         sizes=column_sizes(problem),
-        constexprs={"C": replace(constants, BLOCK_N=1024)},
+        constexprs={"C": replace(constants, INDEXER=Query.of(problem, "q"), BLOCK_N=1024)},
     )
     differentiate = Launch(
         indexer_scores_backward_kernel,
