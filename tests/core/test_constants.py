@@ -21,10 +21,6 @@ from xmla.core.values import KNOWN_DEVICES, Spec
 # Of several kernels that take the same constants.
 UNREAD = {
     "indexer_scores_kernel": {"KEYS.FORMAT"},  # always 16-bit
-    # One kernel for either way to add, and a launch before them has left out the slots past a length.
-    "sparse_mla_backward_sm90_kernel": {"DETERMINISTIC", "SOURCE.HAS_LENGTHS"},
-    "sparse_mla_backward_any_order_sm90_kernel": {"DETERMINISTIC", "SOURCE.HAS_LENGTHS"},
-    "sparse_mla_backward_dq_sm90_kernel": {"DETERMINISTIC", "SOURCE.HAS_LENGTHS"},
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from math import inf, log
+from typing import Self
 
 from xmla.core.call import Problem
 from xmla.core.formats.mla import MlaLayout
@@ -10,21 +11,33 @@ from xmla.core.plan import Constants
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pages(Constants):
-    """A source: the pages of its cache, and whether tokens have lengths beside their slots."""
+    """The pages of a source's cache."""
 
     LAYOUT: MlaLayout
     PAGE_STRIDE: int  # bytes, or elements of plain rows
     PAGE_SIZE: int
-    HAS_LENGTHS: bool
 
     @classmethod
-    def of(cls, problem: Problem, cache: str, lengths: str) -> "Pages":
+    def of(cls, problem: Problem, source: str = "", **lengths: bool) -> Self:
+        """`source`: the prefix of its arrays."""
+        cache = f"{source}cache"
         return cls(
             LAYOUT=problem.formats[cache],
             PAGE_STRIDE=problem.specs[cache].stride(0),
             PAGE_SIZE=problem.page_size(cache),
-            HAS_LENGTHS=problem.has(lengths),
+            **lengths,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source(Pages):
+    """A source: the pages of its cache, and whether tokens have lengths beside their slots."""
+
+    HAS_LENGTHS: bool
+
+    @classmethod
+    def with_lengths(cls, problem: Problem, source: str = "") -> Self:
+        return cls.of(problem, source, HAS_LENGTHS=problem.has(f"{source}lengths"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +71,8 @@ class Attention(Constants):
     HEADS: int
     Q_STRIDE_T: int
     Q_STRIDE_H: int
-    SOURCE: Pages
-    EXTRA: Pages | None  # the second source
+    SOURCE: Source
+    EXTRA: Source | None  # the second source
     SCALE: float
     SPLIT: bool  # whether the keys of a row are divided among programs
     EPILOGUE: Epilogue
@@ -72,7 +85,7 @@ class Attention(Constants):
         return self.SOURCE.LAYOUT
 
     @property
-    def JOINED(self) -> Pages | None:
+    def JOINED(self) -> Source | None:
         """The second source if it has entries of the first's layout."""
         return self.EXTRA if self.EXTRA is not None and self.EXTRA.LAYOUT == self.LAYOUT else None
 

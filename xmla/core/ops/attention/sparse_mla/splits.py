@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from xmla.core.call import LARGEST_SIZE, Problem
 from xmla.core.formats.mla import VALUE_DIMS
-from xmla.core.ops.attention.sparse_mla.constants import Attention, Combination, Epilogue, Pages
+from xmla.core.ops.attention.sparse_mla.constants import Attention, Combination, Epilogue, Source
 from xmla.core.ops.attention.sparse_mla.kernels import combine_splits_kernel
 from xmla.core.plan import Kernel, Launch, Plan, most_registers, overlap_limit
 from xmla.core.values import Device, Spec, arithmetic, cdiv, larger, next_power_of_2, smaller
@@ -132,8 +132,8 @@ def attention_plan(
         HEADS=heads,
         Q_STRIDE_T=specs["q"].stride(0),
         Q_STRIDE_H=specs["q"].stride(1),
-        SOURCE=Pages.of(problem, "cache", "lengths"),
-        EXTRA=Pages.of(problem, "extra_cache", "extra_lengths") if extra else None,
+        SOURCE=Source.with_lengths(problem),
+        EXTRA=Source.with_lengths(problem, "extra_") if extra else None,
         SCALE=float(attrs.softmax_scale),
         SPLIT=splits > 1,
         EPILOGUE=Epilogue.of(problem),

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from xmla.core.formats.mla import MlaLayout
-from xmla.core.ops.attention.sparse_mla.constants import Pages
+from xmla.core.ops.attention.sparse_mla.constants import Pages, Source
 from xmla.core.plan import Constants
 
 
@@ -31,13 +31,13 @@ class Rows(Constants):
     DLSE_STRIDE: int
     SCALE: float
     LSE_UNIT: float  # of lse, in binary logarithms
-    DETERMINISTIC: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preparation(Rows):
     """Constants of the kernel before the products."""
 
+    DETERMINISTIC: bool
     OUT_STRIDE_T: int
     OUT_STRIDE_H: int
     TAIL: int  # roped dims of q beside those of values
@@ -63,7 +63,9 @@ class Products(Rows):
 class PortableProducts(Products):
     """Constants of either portable kernel: its tile of BLOCK_H heads against BLOCK_N keys."""
 
+    SOURCE: Source
     SLOT_STRIDE: int
+    DETERMINISTIC: bool
     BLOCK_H: int
     BLOCK_N: int
 
@@ -72,7 +74,7 @@ class PortableProducts(Products):
 class QueryProducts(PortableProducts):
     """Constants of dq's kernel, which takes both sources."""
 
-    EXTRA: Pages | None
+    EXTRA: Source | None
     EXTRA_SLOT_STRIDE: int
 
 

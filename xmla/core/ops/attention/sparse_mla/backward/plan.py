@@ -15,7 +15,7 @@ from xmla.core.ops.attention.sparse_mla.backward.stages import (
     product_constants,
     sources_of,
 )
-from xmla.core.ops.attention.sparse_mla.constants import Pages
+from xmla.core.ops.attention.sparse_mla.constants import Source
 from xmla.core.plan import Implementation, Launch, Plan, most_registers
 from xmla.core.values import Device, cdiv
 
@@ -42,9 +42,10 @@ def plan(problem: Problem, device: Device) -> Plan:
     tile, key_tile = configure(problem["H"], device)
     deterministic = problem.attrs.deterministic
     queries = QueryProducts(
-        **product_constants(problem),
+        **product_constants(problem, Source.with_lengths(problem)),
         SLOT_STRIDE=specs["slots"].stride(0),
-        EXTRA=Pages.of(problem, "extra_cache", "extra_lengths") if extra else None,
+        DETERMINISTIC=deterministic,
+        EXTRA=Source.with_lengths(problem, "extra_") if extra else None,
         EXTRA_SLOT_STRIDE=specs["extra_slots"].stride(0) if extra else 0,
         BLOCK_H=tile.block_h,
         BLOCK_N=tile.block_n,
@@ -86,8 +87,9 @@ def plan(problem: Problem, device: Device) -> Plan:
             },
             constexprs={
                 "C": EntryProducts(
-                    **product_constants(problem, source),
+                    **product_constants(problem, Source.with_lengths(problem, source)),
                     SLOT_STRIDE=specs[f"{source}slots"].stride(0),
+                    DETERMINISTIC=deterministic,
                     BLOCK_H=key_tile.block_h,
                     BLOCK_N=key_tile.block_n,
                     PART=128 if device.arch == 90 else 64,  # of 128 sm_100 spills

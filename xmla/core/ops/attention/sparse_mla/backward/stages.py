@@ -45,15 +45,13 @@ def row_constants(problem: Problem) -> dict[str, Any]:
         "DLSE_STRIDE": specs["dlse"].stride(0) if has_dlse else 0,
         "SCALE": float(problem.attrs.softmax_scale),
         "LSE_UNIT": 1.0 if problem.attrs.lse_base == "2" else LOG2E,
-        "DETERMINISTIC": problem.attrs.deterministic,
     }
 
 
-def product_constants(problem: Problem, source: str = "") -> dict[str, Any]:
-    """The fields of `Products`, over the source with this prefix."""
+def product_constants(problem: Problem, source: Pages) -> dict[str, Any]:
+    """The fields of `Products`."""
     own_lse = problem.has("dlse") and problem.has("sink") and not problem.attrs.lse_sink
-    pages = Pages.of(problem, f"{source}cache", f"{source}lengths")
-    return {**row_constants(problem), "OWN_LSE": own_lse, "SOURCE": pages}
+    return {**row_constants(problem), "OWN_LSE": own_lse, "SOURCE": source}
 
 
 def entries_of(problem: Problem, source: str) -> int:
@@ -125,6 +123,7 @@ def _prepare(problem: Problem) -> Launch:
     specs, attrs = problem.specs, problem.attrs
     constants = Preparation(
         **row_constants(problem),
+        DETERMINISTIC=attrs.deterministic,
         OUT_STRIDE_T=specs["forward_out"].stride(0),
         OUT_STRIDE_H=specs["forward_out"].stride(1),
         TAIL=problem.formats["cache"].tail,

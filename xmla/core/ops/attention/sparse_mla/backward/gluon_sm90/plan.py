@@ -17,6 +17,7 @@ from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.order import MOST_KE
 from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.queries import sparse_mla_backward_dq_sm90_kernel
 from xmla.core.ops.attention.sparse_mla.backward.packed import over_rows, unpacking
 from xmla.core.ops.attention.sparse_mla.backward.stages import around, entries_of, in_any_order, product_constants
+from xmla.core.ops.attention.sparse_mla.constants import Pages
 from xmla.core.ops.attention.sparse_mla.gluon_sm90.common import TILE_HEADS, VALUE_DIMS
 from xmla.core.plan import ON_HOPPER, Condition, Constants, Implementation, Launch, Plan, Rows, clear, divided
 from xmla.core.values import Device, Spec, cdiv, next_power_of_2
@@ -117,7 +118,7 @@ def merges(problem: Problem) -> bool:
 def merged(problem: Problem, device: Device) -> Plan:
     """Slots in order and merged, dq, then the entries' gradients of a few tokens at once; for some tokens at a time."""
     tokens, keys, entries = problem["T"], problem["K"], entries_of(problem, "")
-    constants = HopperProducts(**product_constants(problem))
+    constants = HopperProducts(**product_constants(problem, Pages.of(problem)))
     adding = MergedEntries(
         HEADS=constants.HEADS,
         Q_STRIDE_T=constants.Q_STRIDE_T,
@@ -189,7 +190,7 @@ def plan(problem: Problem, device: Device) -> Plan:
     if problem.attrs.deterministic and merges(problem):
         return merged(problem, device)
     deterministic, tokens = problem.attrs.deterministic, problem["T"]
-    constants = HopperProducts(**product_constants(problem))
+    constants = HopperProducts(**product_constants(problem, Pages.of(problem)))
     order = Launch(
         order_slots_kernel,
         grid=(tokens,),
