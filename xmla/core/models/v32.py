@@ -222,16 +222,14 @@ class ModelConfig(Model):
         return self.prefill(tokens, keys)
 
     def attention(self, tokens: int, *, prefill: bool = False) -> Iterator[Call]:
-        """The calls of attention alone; those of a decode are parts of calls that give its lengths, or do not."""
-        if self.ranks == 1:
-            yield self.attended(tokens, lengths=Spec((tokens,), "int32"))
-        if self.ranks == 1 and self.shared_selection:
-            yield self.attended(tokens)
+        """The calls that have attention: alone its kernels would differ, whose slots earlier launches write."""
+        calls = self.decode(tokens, 1, max(self.max_lens))
+        yield from (call for call in calls if call.op in ("dsa_attention", "sparse_mla_paged"))
         yield from Model.attention(self, tokens, prefill=prefill)
 
-    def attended(self, tokens: int, **more: Spec) -> Call:
+    def attended(self, tokens: int) -> Call:
         """The call of attention over slots."""
-        specs = {"q": self.queries(tokens)["q"], "cache": self.caches()["mla_cache"], **more}
+        specs = {"q": self.queries(tokens)["q"], "cache": self.caches()["mla_cache"]}
         specs["slots"] = Spec((tokens, self.k), "int32")
         if self.sink:
             specs["sink"] = Spec((self.heads,), "float32")
