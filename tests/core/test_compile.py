@@ -24,6 +24,8 @@ SPILLED = {(89, "topk_candidates_kernel"): 8, (89, "sparse_mla_dcache_any_order_
 SPILLED |= {(arch, "sparse_mla_sm100_kernel"): 32 for arch in (100, 103)}
 SPILLED |= {(arch, "indexer_logits_paged_sm100_kernel"): 16 for arch in (100, 103)}
 SPILLED |= {(arch, "indexer_logits_paged_kernel"): 56 for arch in (100, 103)}  # two tokens of MXFP4 keys
+# One assembler of a pair spills where the other has registers left: loss of 17 keys, V4's two sources of 70 heads.
+SPILLED |= {(103, "indexer_loss_kernel"): 8, (121, "sparse_mla_sm120_kernel"): 24}
 # Of kernels for Hopper, which are to have a few words at most, with Triton 3.9 and with older ones: here in the warps
 # that gather, which wait for others.
 SPILLED_ON_HOPPER = {"sparse_mla_backward_sm90_kernel": (112, 64)}
