@@ -211,8 +211,6 @@ MUTANTS = (
            "../core/test_users_steps.py", "drafts"),
     Mutant("            if keys > longest:\n", "            if False:\n", "xmla/core/models/base.py",
            "../core/test_users_steps.py", "more_than_a_context"),
-    Mutant("if self.ranks == 1 and self.shared_selection:", "if False:", "xmla/core/models/v32.py",
-           "../core/test_users_steps.py", "small_pool"),
     Mutant("(odd, True)):", "):", "xmla/core/models/v4.py", "../core/test_users_steps.py", "every_context"),
     Mutant("size = max(fitting, fewest) if size > fewest else 0", "size = fitting", "xmla/core/plan/chunking.py",
            "../test_block_selection.py", "too_many_parts"),
