@@ -947,6 +947,17 @@ def test_output_with_weights_in_bfloat16_keeps_them() -> None:
     assert not hasattr(layer, "quant_method")
 
 
+def test_output_with_weights_that_would_be_quantized_keeps_them() -> None:
+    def quantize(layer: Any) -> None:
+        layer.weight = layer.weight.to(torch.float8_e4m3fn)
+
+    method = SimpleNamespace(process_weights_after_loading=quantize)
+    layer = SimpleNamespace(weight=torch.zeros(1, dtype=torch.bfloat16), quant_method=method)
+    projection.keep_plain(layer)
+    layer.quant_method.process_weights_after_loading(layer)
+    assert layer.weight.dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("packed", [True, False])
 def test_what_vllm_would_quantize_is_compiled(packed: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls on an A100, for which vLLM's kernels have no e4m3; the profile run has no slots, and writes nothing."""

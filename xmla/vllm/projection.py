@@ -28,7 +28,10 @@ def keep_plain(layer: Any) -> None:
             not in (*FLOATS, torch.float8_e4m3fn)
         }
     )
-    layer.quant_method.process_weights_after_loading = make_plain if dtype == torch.float8_e4m3fn else lambda _: None
+    if dtype == torch.float8_e4m3fn:
+        layer.quant_method.process_weights_after_loading = make_plain
+    elif hasattr(layer, "quant_method"):
+        layer.quant_method.process_weights_after_loading = lambda _: None
 
 
 def make_plain(layer: Any) -> None:
