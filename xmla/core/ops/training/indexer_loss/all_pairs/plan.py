@@ -20,7 +20,7 @@ from xmla.core.plan import Launch, Plan, Rows, most_registers
 from xmla.core.values import INTERPRETER, Device, Spec, StandIn, cdiv, larger, smaller
 
 # Of as many tokens as keys, where half of the pairs count: the most keys for each that a token selects.
-MOST_KEYS_OF_A_COLUMN = 4
+MOST_KEYS_OF_A_COLUMN = 6
 FEWEST_HEADS = 17  # measured with 32 and 64
 COMPARED = 1024  # columns of a tile that are compared with the target at once
 ADDED = 1024  # numbers of a program that adds chains
