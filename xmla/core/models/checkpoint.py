@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from xmla.core.errors import ArgumentError, UnsupportedError, did_you_mean
+from xmla.core.formats.indexer import INDEXER_DIMS
 from xmla.core.formats.mla import VALUE_DIMS
 from xmla.core.models.base import Model
 from xmla.core.models.glm_flash import ModelConfigGlmFlash
@@ -21,6 +22,7 @@ from xmla.core.models.v41 import ModelConfigV41
 from xmla.core.values import Attr
 
 ROPE_DIMS = 64
+BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128)  # keys of a block that is selected whole
 Sizes = dict[str, Callable[[], Any]]  # read where no keyword stands for them
 
 
@@ -41,6 +43,13 @@ class Checkpoint:
         value = self.fields.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             self.refuse(name, f"a number from {least}")
+        return value
+
+    def one_of(self, name: str, served: tuple[int, ...]) -> int:
+        """A number of those that ops serve."""
+        value = self.count(name)
+        if value not in served:
+            self.refuse(name, f"{', '.join(map(str, served[:-1]))} or {served[-1]}")
         return value
 
     def expect(self, name: str, only: int | bool, absent: int | bool | None = None) -> None:
@@ -85,7 +94,7 @@ class Checkpoint:
         """The sizes that every model has."""
         return {
             "heads": partial(self.count, "num_attention_heads"), "index_heads": partial(self.count, "index_n_heads"),
-            "index_dim": partial(self.count, "index_head_dim"), "k": partial(self.count, "index_topk"),
+            "index_dim": partial(self.one_of, "index_head_dim", INDEXER_DIMS), "k": partial(self.count, "index_topk"),
             "max_lens": lambda: (self.count("max_position_embeddings"),),
         }  # fmt: skip
 
@@ -124,7 +133,7 @@ def mistral_large4(checkpoint: Checkpoint) -> tuple[type[Model], Sizes]:
 def glm_flash(checkpoint: Checkpoint) -> tuple[type[Model], Sizes]:
     checkpoint.latents(rope=0)
     checkpoint.expect("index_kpool_always_select_tail", True, absent=True)
-    sizes = {**checkpoint.sizes(), "pool": partial(checkpoint.count, "index_kpool")}
+    sizes = {**checkpoint.sizes(), "pool": partial(checkpoint.one_of, "index_kpool", BLOCKS)}
     return ModelConfigGlmFlash, {**sizes, "softmax_scale": checkpoint.softmax_scale}
 
 
@@ -137,7 +146,7 @@ def v4(checkpoint: Checkpoint) -> tuple[type[Model], Sizes]:
 def v41(checkpoint: Checkpoint) -> tuple[type[Model], Sizes]:
     return ModelConfigV41, two_sources(checkpoint) | {
         "ratios": partial(checkpoint.ratios, (1, 2)), "blocks": partial(checkpoint.count, "candidate_topk_blocks"),
-        "granularity": partial(checkpoint.count, "candidate_block_size"),
+        "granularity": partial(checkpoint.one_of, "candidate_block_size", BLOCKS),
     }  # fmt: skip
 
 
