@@ -340,8 +340,8 @@ def convert_mla_cache(
             updated in place and not returned.
 
     Raises:
-        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; the formats hold different dims; a row is 528
-            or 288 bytes and its format is not named.
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; the formats hold different dims; a row is 528,
+            368 or 288 bytes and its format is not named.
 
     Numerics: an entry is read exactly and rounded once, as in `write_mla_cache`.
 

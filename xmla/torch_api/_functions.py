@@ -238,8 +238,8 @@ def convert_mla_cache(
         implementation: As in every op, see `help(xmla.torch_api)`.
 
     Raises:
-        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; the formats hold different dims; a row is 528
-            or 288 bytes and its format is not named.
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; the formats hold different dims; a row is 528,
+            368 or 288 bytes and its format is not named.
 
     Numerics: an entry is read exactly and rounded once, as in `write_mla_cache`.
 

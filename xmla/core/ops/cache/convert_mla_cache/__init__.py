@@ -28,8 +28,8 @@ def convert_mla_cache(
         source_format, cache_format, scale_floor: As in `write_mla_cache`.
 
     Raises:
-        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; the formats hold different dims; a row is 528
-            or 288 bytes and its format is not named.
+        ArgumentError: A dtype, rank, axis, stride or attribute is wrong; the formats hold different dims; a row is 528,
+            368 or 288 bytes and its format is not named.
 
     Numerics: an entry is read exactly and rounded once, as in `write_mla_cache`.
 
