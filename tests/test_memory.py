@@ -14,6 +14,8 @@ import kit
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from xmla import ArgumentError, UnsupportedError, jax_api, torch_api
 from xmla.core.op import Op, memory
@@ -135,6 +137,29 @@ def test_a_subclass_is_a_tensor(op: Op, device: str) -> None:
     want = [tensor.clone() for tensor in call(op, arguments)]
     found = call(op, [None if x is None else x.as_subclass(Sub) for x in arguments_of(op, device)])
     assert_same(op, [tensor.as_subclass(torch.Tensor) for tensor in found], want)
+
+
+def test_a_tensor_of_all_ranks(device: str) -> None:
+    """By name, as argument, result and workspace, also where it requires grad: ops know this rank's memory alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        everywhere = lambda x: DTensor.from_local(x.cpu(), mesh)
+        logits, ends = torch.zeros(2, 8, device=device), torch.full((2,), 8, device=device).int()
+        out, space = torch.empty(2, 2, dtype=torch.int32), torch.empty(1 << 16, dtype=torch.uint8)
+        for name, call in {
+            "logits": lambda: torch_api.select_topk(everywhere(logits).requires_grad_(), ends, k=2),
+            "ends": lambda: torch_api.select_topk(logits, everywhere(ends), k=2),
+            "out indices": lambda: torch_api.select_topk(logits, ends, k=2, out=everywhere(out)),
+            "workspace": lambda: torch_api.select_topk(
+                logits, ends, k=2, out=out.to(device), workspace=everywhere(space)
+            ),
+        }.items():
+            with pytest.raises(ArgumentError) as refused:
+                call()
+            assert str(refused.value) == f"select_topk: {name} is DTensor, expected this rank's part (to_local())"
+    finally:
+        dist.destroy_process_group()
 
 
 @EVERY

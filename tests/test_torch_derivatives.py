@@ -105,8 +105,15 @@ def without_derivative(op: Op) -> str:
     return "constants (its step sparse_mla has derivatives)" if by_steps else "constants"
 
 
-def message(op: Op, name: str, remedy: str, has: str) -> str:
-    return f"{op.name}: {name} is differentiated, supported: {has}; {remedy} makes it a constant"
+def message(op: Op, name: str, way: str, remedy: str) -> str:
+    what, has = f"{op.name}: {name} is differentiated", without_derivative(op)
+    if name in op.gradients and remedy == f"{name}.detach()":
+        return f"{what} in forward mode, supported: reverse mode (backward, torch.func.grad)"
+    if op.gradients:
+        has = f"derivatives of {', '.join(op.gradients)}"
+        if name in op.gradients and "out" in way:
+            what, has = f"{what} with out", f"{has} without"
+    return f"{what}, supported: {has}; {remedy} makes it a constant"
 
 
 @pytest.fixture
@@ -122,9 +129,7 @@ def refused(device: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[Op, Case,
             with pytest.raises(UnsupportedError) as caught, warnings.catch_warnings():
                 warnings.simplefilter("error", UserWarning)
                 derive(function, x)
-        gradients = f"derivatives of {', '.join(op.gradients)}"
-        reverse = op.gradients and remedy != f"{name}.detach()" and "out" not in way
-        assert str(caught.value) == message(op, name, remedy, gradients if reverse else without_derivative(op))
+        assert str(caught.value) == message(op, name, way, remedy)
 
     return check
 

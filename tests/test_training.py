@@ -183,6 +183,14 @@ def test_torch_func(arguments: dict[str, Any], wanted: list[torch.Tensor]) -> No
     assert_same(torch.func.grad(partial(loss_of, arguments), tuple(range(len(LEAVES))))(*leaves), wanted)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at each
+def test_compiled_autograd(arguments: dict[str, Any], wanted: list[torch.Tensor]) -> None:
+    """The backward pass as a graph of its own, and the bits of the pass that is not compiled."""
+    torch._dynamo.reset()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(fullgraph=True, backend="aot_eager")):
+        assert_same(by_backward(loss_of, arguments), wanted)
+
+
 def test_some_leaves_only(arguments: dict[str, Any], wanted: list[torch.Tensor]) -> None:
     q = arguments["q"].clone().requires_grad_()
     loss_of(arguments, q, *[arguments[name] for name in LEAVES[1:]]).backward()
@@ -241,6 +249,15 @@ def test_a_second_derivative_is_refused(arguments: dict[str, Any]) -> None:
     message = "sparse_mla: a gradient is differentiated, supported: constants"
     with pytest.raises(UnsupportedError, match=message):
         first.sum().backward()
+    of_sink = lambda sink: torch_api.sparse_mla(**(arguments | {"sink": sink}), softmax_scale=SCALE)[0].float().sum()
+    gradient = lambda sink: torch.func.grad(of_sink)(sink).sum()
+    for derive in (
+        lambda sink: torch.func.grad(gradient)(sink),
+        lambda sink: torch.func.jvp(gradient, (sink,), (sink,)),
+        lambda sink: torch.func.hessian(of_sink)(sink),
+    ):
+        with pytest.raises(UnsupportedError, match=message):
+            derive(arguments["sink"])
     given = in_jax(arguments)
     with pytest.raises(UnsupportedError, match=message):
         jax.grad(lambda q: jax.grad(jax_loss, 1)(given, q, *[given[n] for n in LEAVES[1:]]).sum())(given["q"])

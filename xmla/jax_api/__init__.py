@@ -8,8 +8,9 @@ Every name here is a function of the op's tensors (positional) and attributes (k
 NumPy arrays keep their dtype: JAX's truncation of 64-bit arrays to 32 bits does not apply to them.
 
 All ops work under `jax.jit` and `jax.shard_map` and can be lowered ahead of time. Under `jax.vmap` over any axis a call
-has more rows; with a batch axis on a cache each element has its own. A call with sums over tokens, as derivatives have,
-is made for one element after the other, and `split_batch`, which has no tokens, is refused. Reverse mode (`jax.grad`,
+has more rows; with a batch axis on a cache each element has its own. A batch axis on what all rows share, such as a
+sink, is refused, as is `split_batch`, which has no tokens. A call with sums over tokens, as derivatives have, is made
+for one element after the other. Reverse mode (`jax.grad`,
 `jax.vjp`) differentiates the arguments that an op's docstring names, once; everything else raises. The results of a
 call that is differentiated are named `<op>_<result>` for the policies of `jax.checkpoint`.
 

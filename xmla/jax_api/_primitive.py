@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
 from xmla.core.errors import UnsupportedError
-from xmla.core.op import Op, check_derivative, derivative_call, refuse_derivative
+from xmla.core.op import Op, check_derivative, derivative_call, refuse_forward_mode, refuse_second_derivative
 from xmla.core.registry import registry
 from xmla.core.values import INTERPRETER, Attributes, Device, Spec
 from xmla.jax_api import _batching, _launcher, _private, _sharding
@@ -256,7 +256,7 @@ def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], *, op: Op, n
         out = bind(*primals, op=op, names=names, **params)
         return out, [ad.Zero.from_primal_value(value) for value in out]  # pyrefly: ignore
     if derivative_of := params.get("derivative_of"):
-        refuse_derivative(derivative_of, "a gradient", "jax.lax.stop_gradient")
+        refuse_second_derivative(derivative_of, "jax.lax.stop_gradient")
     arrays = {n: v[...] if is_ref(v) else v for n, v in zip(names, primals, strict=True)}
     specs = _specs(names, [jax.typeof(value) for value in arrays.values()])
     constants = {name: f"jax.lax.stop_gradient({name})" for name in moving}
@@ -269,9 +269,7 @@ def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], *, op: Op, n
 
 
 def _refuse_tangent(*_: Any, op: Op, moving: tuple[str, ...], **params: Any) -> Any:
-    raise UnsupportedError(
-        f"{op.name}: {moving[0]} is differentiated in forward mode, supported: reverse mode (jax.grad, jax.vjp)"
-    )
+    refuse_forward_mode(op, moving[0], "jax.grad, jax.vjp")
 
 
 def _tangent_shapes(*avals: Any, op: Op, names: tuple[str, ...], **_: Any) -> list[Any]:

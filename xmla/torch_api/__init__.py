@@ -11,9 +11,9 @@ Every name here is a function of the op's tensors (positional) and attributes (k
     which lists what each serves, has by their name alone: they have not run on the part.
 An op's docstring names the arguments that have a gradient, which autograd, `torch.func` and compiled code compute
 alike, once: a second derivative raises. An argument is differentiated if it requires grad while grad mode is on, or
-if it has a tangent. If it has no gradient, or `out` is given, the call raises UnsupportedError, in eager mode, in
-compiled code (as the cause of dynamo's own error) and under `torch.func`. A model that only runs inference calls the
-ops under `torch.no_grad()` or `torch.inference_mode()`.
+if it has a tangent. If it has no gradient, or a tangent, or `out` is given, the call raises UnsupportedError, in eager
+mode, in compiled code (as the cause of dynamo's own error) and under `torch.func`. A model that only runs inference
+calls the ops under `torch.no_grad()` or `torch.inference_mode()`.
 
 The docstring of each function is the op's. A call reads no values, waits for nothing and allocates only the plan's
 buffers, on the current stream.

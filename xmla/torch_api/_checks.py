@@ -22,11 +22,13 @@ def check_tensors(op: Op, tensors: Tensors) -> None:
 
 
 def check_tensor(op: Op, name: str, value: Any, written: bool = False) -> None:
-    """Refuse what has no strides, and to write a tensor that is the negative of its memory."""
+    """Refuse what has no strides or is spread over ranks, and to write a tensor that is the negative of its memory."""
     if not isinstance(value, torch.Tensor):
         raise ArgumentError(f"{op.name}: {name} is {type(value).__name__}, expected torch.Tensor")
     if isinstance(value, torch.nn.UninitializedParameter | torch.nn.UninitializedBuffer):
         raise ArgumentError(f"{op.name}: {name} is {type(value).__name__}, expected a tensor that has a shape")
+    if type(value) is not torch.Tensor and hasattr(value, "to_local"):
+        raise ArgumentError(f"{op.name}: {name} is {type(value).__name__}, expected this rank's part (to_local())")
     if value.is_nested or value.layout is not torch.strided:
         layout = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
         raise ArgumentError(f"{op.name}: {name} layout is {layout}, expected strided")

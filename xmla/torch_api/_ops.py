@@ -11,7 +11,15 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from xmla.core.errors import ArgumentError
-from xmla.core.op import Op, check_derivative, check_overlap, derivative_call, refuse_derivative, spaces
+from xmla.core.op import (
+    Op,
+    check_derivative,
+    check_overlap,
+    derivative_call,
+    refuse_forward_mode,
+    refuse_second_derivative,
+    spaces,
+)
 from xmla.core.plan import Plan
 from xmla.core.registry import registry
 from xmla.core.values import Attributes, Spec, assumed_device
@@ -169,15 +177,15 @@ def _autograd(op: Op, overload: Any, kernel: Callable[..., Any], unpack: Callabl
         moving = {n: constant for n, t in arguments if isinstance(t, torch.Tensor) and (constant := _detaching_call(t))}
         if not moving:
             return _private.below_autograd(keyset, overload, kernel, args, kwargs)
-        written = any(name.startswith("out_") for name in kwargs)
-        constants = {name: constant.format(name) for name, constant in moving.items()}
         for name, constant in moving.items():
-            if differentiable is None or written or constant is FORWARD_MODE:
-                refuse_derivative(op, name, constants[name])
+            if constant is FORWARD_MODE and name in op.gradients:
+                refuse_forward_mode(op, name, "backward, torch.func.grad")
+        constants = {name: constant.format(name) for name, constant in moving.items()}
+        written = any(name.startswith("out_") for name in kwargs)
         tensors, attrs = unpack(args, kwargs)
         implementation = kwargs.get("implementation")
         attrs = op.attributes(*attrs)
-        check_derivative(op, constants, specs_of(op, tensors), attrs, implementation)
+        check_derivative(op, constants, specs_of(op, tensors), attrs, implementation, written)
         return _private.apply(differentiable, keyset, implementation, attrs, *tensors)
 
     return autograd
@@ -204,9 +212,10 @@ def _differentiable(op: Op, derivative: Op, overload: Any, kernel: Callable[...,
         call = derivative_call(op, tensors, results, upstream, torch.zeros_like, context.attrs, context.implementation)
         # They depend on what is differentiated also where they are computed from the call's results alone.
         moving = [tensors[name] for name in op.gradients]
-        outputs = once.apply(
-            call.implementation, call.attrs, *[call.arguments.get(n) for n in derivative.tensors], *moving
-        )
+        # One object, not a tuple of attributes, which torch.vmap would take for a tree of tensors.
+        packet = getattr(torch.ops.xmla, derivative.name)
+        compute = partial(packet, **call.attrs._asdict(), implementation=call.implementation)
+        outputs = once.apply(compute, *[call.arguments.get(name) for name in derivative.tensors], *moving)
         computed = dict(zip(derivative.outputs, outputs, strict=True))
         needs = dict(zip(op.tensors, context.needs_input_grad[3:], strict=True))
         return None, None, None, *[computed[op.gradients[n]] if needs[n] else None for n in op.tensors]
@@ -221,21 +230,22 @@ def _differentiable_once(op: Op, derivative: Op) -> Any:
     Not before: `torch.func.grad` records it always.
     """
 
-    def forward(implementation: str | None, attrs: Attributes, *tensors: Any) -> Any:
-        arguments = tensors[: len(derivative.tensors)]
-        return getattr(torch.ops.xmla, derivative.name)(*arguments, **attrs._asdict(), implementation=implementation)
+    def forward(call: Callable[..., Any], *tensors: Any) -> Any:
+        return call(*tensors[: len(derivative.tensors)])
 
-    def backward(*_: Any) -> Any:
-        refuse_derivative(op, "a gradient", "detach()")
+    def refuse(*_: Any) -> Any:
+        refuse_second_derivative(op, "detach()")
 
     function = _function(
-        torch.autograd.Function, derivative.name, forward=forward, setup_context=lambda *_: None, backward=backward
-    )
+        torch.autograd.Function, derivative.name, forward=forward, setup_context=lambda *_: None, backward=refuse,
+        jvp=refuse,
+    )  # fmt: skip
     function.generate_vmap_rule = True
     return function
 
 
 def _function(base: Any, name: str, **methods: Callable[..., Any]) -> Any:
+    methods["_compiled_autograd_key"] = _private.compiled_autograd_key
     return type(name, (base,), {method: staticmethod(function) for method, function in methods.items()})
 
 

@@ -85,6 +85,8 @@ AUTOGRAD = all(each is not None for each in (_after_views, _after_autograd, _bel
 _single_level = _attribute("autograd.function._SingleLevelFunction", None)
 _allow_single_level = _attribute("_functorch.autograd_function.enable_single_level_autograd_function", nullcontext)
 Function: Any = _single_level or torch.autograd.Function
+# Compiled autograd asks every function of a graph for its key, which `_single_level` lacks.
+compiled_autograd_key = _attribute("autograd.Function._compiled_autograd_key", None)
 
 
 def apply(function: Any, *args: Any) -> Any:

@@ -1,7 +1,7 @@
 """What an op may declare, and what follows: its plan, once for all calls alike, its composition, its derivative."""
 
 from xmla.core.op.composition import Composition, same_names
-from xmla.core.op.derivative import check_derivative, derivative_call, refuse_derivative
+from xmla.core.op.derivative import check_derivative, derivative_call, refuse_forward_mode, refuse_second_derivative
 from xmla.core.op.functions import op_function
 from xmla.core.op.memo import make_plan, plan_call
 from xmla.core.op.memory import Pair, check_overlap, disjoint_check, spaces
@@ -26,7 +26,8 @@ __all__ = [
     "make_plan",
     "op_function",
     "plan_call",
-    "refuse_derivative",
+    "refuse_forward_mode",
+    "refuse_second_derivative",
     "same_names",
     "sizes_of",
     "spaces",

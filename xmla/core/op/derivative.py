@@ -45,18 +45,24 @@ def derivative_call(
     )
 
 
-def refuse_derivative(op: Op, argument: str, constant: str) -> NoReturn:
-    """Raise for an argument that is differentiated in a way that has no derivative, whatever the op has."""
-    _refuse(op, f"{argument} is differentiated", _constants(op), constant)
+def refuse_second_derivative(op: Op, constant: str) -> NoReturn:
+    _refuse(op, "a gradient is differentiated", "constants", constant)
+
+
+def refuse_forward_mode(op: Op, argument: str, reverse: str) -> NoReturn:
+    """Raise for an argument that has a derivative in reverse mode alone, which the framework calls `reverse`."""
+    what = f"{argument} is differentiated in forward mode"
+    raise UnsupportedError(f"{op.name}: {what}, supported: reverse mode ({reverse})")
 
 
 def check_derivative(
     op: Op, constants: Mapping[str, str], specs: Mapping[str, Spec | None], attrs: Attributes,
-    implementation: str | None,
+    implementation: str | None, out: bool = False,
 ) -> None:  # fmt: skip
     """Refuse a call that is differentiated with respect to some arguments, if there is no such derivative.
 
     `constants`: for each of them the framework's call that makes it a constant.
+    `out`: whether the caller gives the tensors that results are written to.
 
     Raises:
         UnsupportedError: The op or the argument has no derivative, or the derivative does not take an argument or a
@@ -69,6 +75,8 @@ def check_derivative(
     if op.derivative is None or not constants:
         return
     argument, constant = next(iter(constants.items()))
+    if out:
+        _refuse(op, f"{argument} is differentiated with out", f"{supported} without", constant)
     problem = op.bind(specs, attrs, implementation)
     of_results_alone = op.derivative.tensors.keys().isdisjoint(op.tensors)
     for name in problem.specs:
