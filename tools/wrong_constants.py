@@ -1,4 +1,4 @@
-"""Tells what the Gluon kernels of attention, its derivative, sm_100's logits and selection refuse; JSON lines.
+"""Tells what Gluon kernels of attention, its derivative, logits and selection refuse; JSON lines.
 
 A script of its own: kernels compile only where TRITON_INTERPRET was not set when Triton was imported.
     python -m tools.wrong_constants
@@ -81,14 +81,22 @@ def launched(
     return first_launch("sparse_mla", specs, attrs, arch, asked)
 
 
+PAGED = {
+    **{"q8": Spec((64, 64, 128), "float8_e4m3fn"), "weights": Spec((64, 64), "float32")},
+    **{"cache": Spec((64, 64, 132), "uint8"), "block_table": Spec((16, 64), "int32")},
+    "lengths": Spec((64,), "int32"),
+}
+
+
 def paged_logits() -> Specialization:
     """The kernel of sm_100 as it is planned for four tokens of each request."""
-    specs = {
-        **{"q8": Spec((64, 64, 128), "float8_e4m3fn"), "weights": Spec((64, 64), "float32")},
-        **{"cache": Spec((64, 64, 132), "uint8"), "block_table": Spec((16, 64), "int32")},
-        "lengths": Spec((64,), "int32"),
-    }
-    return first_launch("indexer_logits_paged", specs, {}, 100, "gluon_sm100")
+    return first_launch("indexer_logits_paged", PAGED, {}, 100, "gluon_sm100")
+
+
+def logits_in_blocks() -> Specialization:
+    """The kernel of Hopper as it is planned for blocks of 8 keys."""
+    specs = PAGED | {"blocks": Spec((64, 128), "int32")}
+    return first_launch("indexer_block_logits_paged", specs, {"granularity": 8}, ARCH, "gluon")
 
 
 def many_rows() -> Specialization:
@@ -154,6 +162,8 @@ def main() -> None:
         ("another second layout on sm_100", two_rows, "EXTRA.LAYOUT", PLAIN),
         ("eight tokens of sm_100's logits", paged_logits(), "GROUP", 8),
         ("small pages of sm_100's logits", paged_logits(), "PAGES.PAGE_SIZE", 32),
+        ("small pages of logits in blocks", logits_in_blocks(), "PAGES.PAGE_SIZE", 4),
+        ("logits in small blocks", logits_in_blocks(), "GRANULARITY", 4),
         ("32 heads", launched(64, V32), "BLOCK_H", 32),
         ("another second layout", two, "EXTRA.LAYOUT", V32),
         ("few heads of two sources", two, "BLOCK_H", 16),

@@ -30,6 +30,10 @@ SPILLED |= {(103, "indexer_loss_kernel"): 8, (121, "sparse_mla_sm120_kernel"): 2
 # that gather, which wait for others.
 SPILLED_ON_HOPPER = {"sparse_mla_backward_sm90_kernel": (112, 64)}
 SPILLED_ON_HOPPER |= {"sparse_mla_backward_any_order_sm90_kernel": (112, 112)}
+# Bytes of copies of scales: one a key, or V4's 8.
+OTHER_COPIES = {"indexer_logits_paged_sm90_kernel": {4}, "indexer_block_logits_sm90_kernel": {4}}
+OTHER_COPIES |= {"indexer_block_logits_paged_sm90_kernel": {4}}
+OTHER_COPIES |= {"sparse_mla_sm120_kernel": {8}}
 NATIVE = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 103: "tcgen05.mma",
           120: "mma.sync", 121: "mma.sync"}  # fmt: skip
 
@@ -45,8 +49,7 @@ def check_fits(kernel: support_matrix.Line, device: Device) -> None:
     assert kernel["ptx"] <= 8.8, "JAX assembles with its own ptxas, which may be of CUDA 12.9"
     # Rows come by 16 bytes, though the compiler does not see their alignment: by 4 attention takes a fifth longer.
     if kernel["kernel"].endswith(GLUON):
-        # Scales, one a key or V4's 8 bytes.
-        others = {"indexer_logits_paged_sm90_kernel": {4}, "sparse_mla_sm120_kernel": {8}}.get(kernel["kernel"], set())
+        others = OTHER_COPIES.get(kernel["kernel"], set())
         assert set(kernel["copies"]) <= {16} | others, kernel
         assert kernel["reused_barriers"] == [], kernel
     # Operands of mma.sync by ldmatrix, and packed entries copied a tile ahead: else the compiler takes the operands for

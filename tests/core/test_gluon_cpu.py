@@ -99,11 +99,13 @@ def causal(case: Case) -> Case:
 
 
 LOGITS = registry()["indexer_logits"], logits_case(3, 32, 1500), HOPPER
-TWICE = with_blocks(topk_case("half", 7, 32, 1500, 20, dim=128), 90, 8, twice=True, k=200)
+TWICE = with_blocks(topk_case("half", 7, 32, 1500, 20, dim=128), 95, 8, twice=True, k=200)
 AT_PLACES = registry()["indexer_block_topk"], TWICE, HOPPER
 MAXIMA = registry()["indexer_blocks"], registry()["indexer_blocks"].cases[2], HOPPER
 NO_NEWEST = MAXIMA[0], causal(blocks_case("no newest", 4, 0, topk_case("", 9, 32, 700, 150, dim=128))), HOPPER
 PAGED_LOGITS = registry()["indexer_logits_paged"], paged_case((9, 1500), 128), HOPPER
+PAGED_BLOCKS = with_blocks(paged_case((900, 300, 1500), 48, heads=32), 85, 16)
+BLOCK_LOGITS = registry()["indexer_block_logits_paged"], PAGED_BLOCKS, HOPPER
 DERIVATIVE = registry()["sparse_mla_backward"], backward_of(make_case(1, 40, 100, 16, PLAIN)), HOPPER
 ANY_ORDER = DERIVATIVE[0], backward_of(make_case(1, 2, 200, 16, PLAIN, deterministic=False)), HOPPER
 # Tokens with few heads, which add to entries together: one is in a group of its own.
@@ -231,6 +233,7 @@ LOGITS_OF_SM100 = PAGED_LOGITS[0], with_a_missing_page(paged_case((9, 2600, 300,
 MORE = [
     (ATTENTION, make_case(2, 17, 330, 64, V32, with_lengths=True, with_sink=True), HOPPER),
     AT_PLACES,
+    BLOCK_LOGITS,
     MANY_ROWS,
     HALF_EQUAL,
     FEW_NUMBERS,
@@ -291,7 +294,7 @@ def test_agrees_with_the_reference(op: Op, case: Case, device: Device) -> None:
 
 
 @pytest.mark.parametrize(
-    "call", [LOGITS, PAGED_LOGITS, LOGITS_OF_SM100], ids=lambda call: f"{call[0].name}-{call[2].name}"
+    "call", [LOGITS, PAGED_LOGITS, BLOCK_LOGITS, LOGITS_OF_SM100], ids=lambda call: f"{call[0].name}-{call[2].name}"
 )
 def test_exact_arithmetic_gives_exact_logits(call: tuple[Op, Case, Device]) -> None:
     op, case, device = call
@@ -312,7 +315,7 @@ def test_exact_arithmetic_gives_exact_logits(call: tuple[Op, Case, Device]) -> N
     whole = replace(case, name="integers", make=make)
     plan, inputs = plan_of(op, whole, device), kit.make(whole)
     assert plan is not None
-    (got,), (want,) = emulator.run(plan, kit.copies(inputs)), op.reference(**inputs, **kit.attributes(op, whole))
+    got, want = emulator.run(plan, kit.copies(inputs))[0], op.reference(**inputs, **kit.attributes(op, whole))[0]
     written = ~np.isnan(want)  # of pages, below a token's length
     assert np.isfinite(want).any() and np.array_equal(got[written], want[written])
 
@@ -570,6 +573,7 @@ SM100_LOGITS = "xmla.core.ops.indexer.indexer_logits_paged.gluon_sm100.kernel"
 ROWS_KERNEL = "xmla.core.ops.selection.select_topk.gluon_sm90.kernel"
 PLACES = "xmla.core.ops.blocks.indexer_block_topk.gluon_sm90.kernel"
 BLOCKS = "xmla.core.ops.blocks.indexer_blocks.gluon_sm90.kernel"
+IN_BLOCKS = "xmla.core.ops.blocks.indexer_block_logits.gluon_sm90.kernel"
 RAGGED, PAGED = (
     f"xmla.core.ops.indexer.{name}.gluon_sm90.kernel" for name in ("indexer_logits", "indexer_logits_paged")
 )
@@ -657,6 +661,8 @@ PLANTED = [
     Planted(LOGITS, RAGGED, "async_copy.wait_group(STAGES - 2)", "async_copy.wait_group(STAGES - 1)"),
     Planted(LOGITS, RAGGED, "dots = warpgroup_mma_wait(0, deps=[dots])", "dots = warpgroup_mma_wait(1, deps=[dots])"),
     Planted(PAGED_LOGITS, PAGED, "async_copy.wait_group(STAGES - 2)", "async_copy.wait_group(STAGES - 1)"),
+    Planted(BLOCK_LOGITS, IN_BLOCKS, "async_copy.wait_group(STAGES - 2)", "async_copy.wait_group(STAGES - 1)"),
+    Planted(BLOCK_LOGITS, IN_BLOCKS, "dots = warpgroup_mma_wait(0,", "dots = warpgroup_mma_wait(1,"),
     Planted(FEW_HEADS, NARROW, "async_copy.wait_group(STAGES - 1)", "async_copy.wait_group(STAGES)"),
     Planted(OF_SM120, SM120_PACKED, "        async_copy.wait_group(0)\n        gl.barrier()", "        gl.barrier()"),
     Planted(OF_SM120, SM120_PACKED, "    async_copy.wait_group(STAGES - 2)\n", ""),
@@ -767,6 +773,7 @@ PLANTED = [
             "copy_keys(tile_ptrs, ahead, start, end, key_smem.index(stage), KEY_STRIDE)"),
     Planted(PAGED_LOGITS, PAGED, "key_smem.index(free), scale_smem.index(free)",
             "key_smem.index(free), scale_smem.index(stage)"),
+    Planted(BLOCK_LOGITS, IN_BLOCKS, "key_smem.index(free),", "key_smem.index(stage),"),
     # Fences that are missing.
     Planted(LOGITS_OF_SM100, SM100_LOGITS, "        fence_async_shared()\n", ""),
     Planted(ROWS_OF_SM100, SM100_KERNEL,
@@ -784,6 +791,7 @@ PLANTED = [
             "    mbarrier.wait(shared.full[FIRST].index(STAGE), pair & 1)\n    fence_async_shared()\n",
             "    mbarrier.wait(shared.full[FIRST].index(STAGE), pair & 1)\n"),
     Planted(LOGITS, RAGGED, "    fence_async_shared()\n", ""),
+    Planted(BLOCK_LOGITS, IN_BLOCKS, "        fence_async_shared()\n", ""),
     Planted(ANY_ORDER, ANY_ORDER_KERNEL, "    fence_async_shared()\n    gl.barrier()", "    gl.barrier()"),
     # Wrong values.
     Planted(MISLED, ROWS_KERNEL, "(count >= k) & (count <= CAPACITY)", "count >= k"),
@@ -816,6 +824,11 @@ PLANTED = [
     Planted(MAXIMA, BLOCKS, "& (place > shift)", "& (place > shift + 1)"),
     Planted(MAXIMA, BLOCKS, "of_token - C.NEWEST", "of_token"),
     Planted(MAXIMA, BLOCKS, "first_key = chunk_key + shift", "first_key = chunk_key"),
+    Planted(BLOCK_LOGITS, IN_BLOCKS, "counts >> 4 * (STAGES - 1)", "counts >> 4 * STAGES"),
+    Planted(BLOCK_LOGITS, IN_BLOCKS, "gl.where(known, length - position, 0)", "gl.where(known, PIECE, 0)"),
+    Planted(BLOCK_LOGITS, IN_BLOCKS, "+ column % C.GRANULARITY", ""),
+    Planted(BLOCK_LOGITS, IN_BLOCKS, "if length >= num_columns:", "if length < num_columns:"),
+    Planted(BLOCK_LOGITS, IN_BLOCKS, "range(tiles * KEYS + split", "range(tiles * KEYS + KEYS + split"),
     Planted(AT_PLACES, PLACES, "(key >= row_start) & (key < row_end)", "key >= row_start"),
     Planted(AT_PLACES, PLACES, "mask=place >= 0", "mask=key >= 0"),
     Planted(AT_PLACES, PLACES, "place * GRANULARITY + (key - row_start) % GRANULARITY",

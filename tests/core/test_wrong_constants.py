@@ -1,4 +1,4 @@
-"""Gluon kernels of attention, marks, the derivative, sm_100's logits and selection refuse what they do not serve."""
+"""Gluon kernels of attention, marks, the derivative, logits of sm_100 and of blocks, and selection refuse the rest."""
 
 import ast
 from pathlib import Path
@@ -10,6 +10,7 @@ from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90 import kernel as der
 from xmla.core.ops.attention.sparse_mla.gluon_sm90 import kernel
 from xmla.core.ops.attention.sparse_mla.gluon_sm100 import kernel as sm10x
 from xmla.core.ops.attention.sparse_mla.gluon_sm120 import kernel as sm12x
+from xmla.core.ops.blocks.indexer_block_logits.gluon_sm90 import kernel as in_blocks
 from xmla.core.ops.indexer.indexer_logits_paged.gluon_sm100 import kernel as logits
 from xmla.core.ops.selection.select_topk.gluon_sm90 import kernel as selection
 
@@ -21,7 +22,8 @@ SERVED = {
     "in any order": PLAIN,
 }  # layouts
 SERVED |= {"SM12x": {"v32", "v4", "nope"} | PLAIN, "sm_100": {"v32", "v4"} | PLAIN}
-FOLDERS = [Path(module.__file__).parent for module in (kernel, sm10x, sm12x, derivative, logits, marks, selection)]
+MODULES = (kernel, sm10x, sm12x, derivative, logits, in_blocks, marks, selection)
+FOLDERS = [Path(module.__file__).parent for module in MODULES]
 
 
 def messages() -> set[str]:

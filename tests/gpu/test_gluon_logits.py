@@ -1,5 +1,7 @@
 """The Gluon kernels for Hopper that compute logits: the portable kernels' bits, and the reference's values."""
 
+from collections.abc import Iterator
+
 import jax
 import kit
 import ml_dtypes
@@ -13,8 +15,10 @@ from hypothesis import given, settings
 from xmla import torch_api
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.op import Case, Op
+from xmla.core.ops.blocks.indexer_block_logits.cases import with_blocks
 from xmla.core.ops.blocks.indexer_block_logits.reference import positions_of
 from xmla.core.ops.cases import POISON
+from xmla.core.ops.indexer.indexer_logits.cases import make_case as ragged_case
 from xmla.core.ops.indexer.indexer_logits_paged.cases import make_case
 from xmla.core.registry import registry
 from xmla.jax_api._all_ops import JAX_OPS
@@ -141,7 +145,7 @@ def test_whole_ranges_have_the_bits_of_tokens_own_blocks(
     inputs = rows_of(ragged(tokens, heads, keys, dim), rows)
     *_, starts, ends = inputs.values()
     rng, granularity = np.random.default_rng(2), 8
-    inputs["blocks"] = rng.integers(-1, keys // granularity + 1, (tokens, keys // granularity // 2), dtype=np.int32)
+    inputs["blocks"] = rng.integers(-1, keys // granularity + 1, (tokens, keys // granularity // 2 + 1), dtype=np.int32)
     position = positions_of(inputs["blocks"], np.maximum(ends - starts, 0), granularity)
     unread = ~np.isin(np.arange(keys), (starts[:, None] + position)[position >= 0])
     inputs["keys"].view(np.uint8)[unread] = POISON
@@ -151,6 +155,27 @@ def test_whole_ranges_have_the_bits_of_tokens_own_blocks(
     over_ranges = torch_api.indexer_block_topk(*arguments, **attrs, implementation="gluon")
     within = torch_api.indexer_block_topk(*arguments, **attrs, implementation="triton")
     kit.assert_bits_equal("indices", over_ranges, within)
+
+
+def cases_of_blocks() -> Iterator[tuple[Op, Case]]:
+    """Cases of the ops, and longer ones: blocks in any order, listed twice, without keys, of a number beside tiles."""
+    names = ("indexer_block_logits", "indexer_block_logits_paged")
+    of_rows, of_pages = (registry()[name] for name in names)
+    for op in (of_rows, of_pages):
+        yield from ((op, case) for case in op.cases if supported(op, kit.make(case), dict(case.attrs)))
+    for granularity, blocks, heads, dim in ((8, 600, 32, 128), (8, 2048, 64, 128), (16, 37, 128, 64), (128, 20, 5, 32)):
+        for twice in (False, True):
+            pages = make_case((5000, 40, 900, 4097), 40, next_n=3, heads=heads, dim=dim, shuffled=twice)
+            yield of_pages, with_blocks(pages, blocks, granularity, twice)
+            yield of_rows, with_blocks(ragged_case(70, heads, 5000, dim=dim), blocks, granularity, twice)
+
+
+@pytest.mark.parametrize(("op", "case"), cases_of_blocks(), ids=kit.case_id)
+def test_logits_in_blocks_have_the_portable_bits(op: Op, case: Case) -> None:
+    arguments = kit.torch_inputs(op, kit.make(case), "cuda")
+    got, want = (getattr(TORCH_OPS, op.name)(*arguments, **case.attrs, implementation=by) for by in ("gluon", "triton"))
+    for name, mine, other in zip(op.outputs, got, want, strict=True):
+        kit.assert_bits_equal(name, mine, other)
 
 
 @pytest.mark.parametrize("rows", ["all", "causal", "apart", "anything"])

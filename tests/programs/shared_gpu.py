@@ -110,6 +110,15 @@ def calls(
         lambda: (xt.indexer_block_topk(*called, blocks, k=64, granularity=8, implementation=implementation),),
     )
 
+    yield (
+        "logits in blocks of pages",
+        lambda: (
+            xt.indexer_block_topk_paged(
+                q8, weights, keys, table, lengths, blocks, k=64, granularity=8, implementation=implementation
+            ),
+        ),
+    )
+
     scores = normal(tokens, len(every)).float()
     yield "selection of many rows", lambda: (xt.select_topk(scores, lengths, k=512),)
 

@@ -768,7 +768,7 @@ def indexer_block_topk(
         ArgumentError: A dtype, rank, axis, stride or attribute is wrong; k < 1.
         UnsupportedError: I > 128; workspace_bytes is too small for one token at a time, or for 1024 parts.
 
-    On 9.0 over fp8 keys N may be three times the keys of a token's blocks, elsewhere as many as these. Either way a row
+    On 9.0 over fp8 keys N may be twice the keys of a token's blocks, elsewhere as many as these. Either way a row
     has the same bits, whatever else is in the call. Bits may differ between arrays whose first addresses differ modulo
     16 bytes.
 
@@ -783,8 +783,10 @@ def indexer_block_topk(
         [[2, -1]]
 
     Implementations, best first:
-        gluon: compute capability 9.0; fp8 keys; float32 scales; rows on multiples of 16 bytes; at most 3 times as many
+        gluon: compute capability 9.0; fp8 keys; float32 scales; rows on multiples of 16 bytes; at most 2 times as many
             keys as a token's blocks have.
+        gluon: compute capability 9.0; fp8 keys; float32 scales; rows on multiples of 16 bytes; blocks of a multiple of
+            8 keys; pages of a multiple of 8 keys.
         triton: every call.
     """
     return _indexer_block_topk(
@@ -805,7 +807,7 @@ def indexer_block_topk_paged(
     granularity: int,
     workspace_bytes: int = 536870912,
     cache_format: str | None = None,
-    implementation: Literal["triton", "reference"] | None = None,
+    implementation: Literal["gluon", "triton", "reference"] | None = None,
 ) -> jax.Array:
     """The k keys of each token with the largest logits among the keys of its selected blocks, over the paged cache.
 
@@ -850,6 +852,8 @@ def indexer_block_topk_paged(
         [[2, 3]]
 
     Implementations, best first:
+        gluon: compute capability 9.0; fp8 keys; float32 scales; rows on multiples of 16 bytes; blocks of a multiple of
+            8 keys; pages of a multiple of 8 keys.
         triton: every call.
     """
     return _indexer_block_topk_paged(

@@ -4,6 +4,7 @@ from typing import Any
 from xmla.core.call import Arrays, Limit, Problem, Result
 from xmla.core.op import Op
 from xmla.core.ops.blocks.indexer_block_logits.cases import CASES
+from xmla.core.ops.blocks.indexer_block_logits.gluon_sm90.plan import IMPLEMENTATION as GLUON_SM90
 from xmla.core.ops.blocks.indexer_block_logits.plan import plan
 from xmla.core.ops.blocks.indexer_block_logits.reference import reference
 from xmla.core.ops.blocks.shared import BLOCKS, block_logits_work, capacity_of, check_granularity, entries_of
@@ -79,7 +80,7 @@ OP = Op(
     check=check,
     limits=limits,
     work=block_logits_work,
-    implementations=(Implementation("triton", plan),),
+    implementations=(GLUON_SM90, Implementation("triton", plan)),
     reference=reference,
     cases=CASES,
     instead="indexer_block_topk",

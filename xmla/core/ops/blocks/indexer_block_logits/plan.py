@@ -44,6 +44,22 @@ def splits(rows: int, columns: int, config: Config, device: Device) -> int:
     return larger(1, smaller(cdiv(columns, config.block_n), wanted))
 
 
+def sizes_of(problem: Problem, columns: int, divided: int) -> dict[str, int]:
+    """Sizes of kernels of which so many programs score a token's columns."""
+    if problem.has("cache"):
+        bounds = {
+            "num_requests": problem["B"],
+            "num_pages": problem["P"],
+            "table_stride": problem.specs["block_table"].stride(0),
+            "capacity": capacity_of(problem),
+            "next_n": tokens_a_request(problem),
+        }
+    else:
+        bounds = {"num_keys": problem["N"]}
+    stride = problem.specs["blocks"].stride(0) if problem.has("blocks") else 0
+    return {"first_row": 0, **bounds, "blocks_stride": stride, "num_columns": columns, "splits": divided}
+
+
 def part(problem: Problem, device: Device, rows: int, dtype: str = "float32") -> Plan:
     """The logits of `rows` tokens from `first_row` on: over pages of all keys if the call has no blocks."""
     of_blocks = problem.has("blocks")
@@ -61,29 +77,16 @@ def part(problem: Problem, device: Device, rows: int, dtype: str = "float32") ->
     if problem.has("cache"):
         kernel = indexer_block_logits_paged_kernel
         arrays = problem.stand_ins(request_ids="lengths", blocks="lengths")
-        bounds = {
-            "num_requests": problem["B"],
-            "num_pages": problem["P"],
-            "table_stride": problem.specs["block_table"].stride(0),
-            "capacity": capacity_of(problem),
-            "next_n": tokens_a_request(problem),
-        }
         C = PagedBlockLogits(PAGES=Pages.of(problem), HAS_BLOCKS=of_blocks, **constants)
     else:
-        kernel, arrays, bounds = indexer_block_logits_kernel, {}, {"num_keys": problem["N"]}
+        kernel, arrays = indexer_block_logits_kernel, {}
         C = BlockLogits(KEY_STRIDE=problem.specs["keys"].stride(0), **constants)
     launch = Launch(
         kernel,
         grid=(rows * divided,),
         outputs=tuple(results),
         arrays=arrays,
-        sizes={
-            "first_row": 0,
-            **bounds,
-            "blocks_stride": problem.specs["blocks"].stride(0) if of_blocks else 0,
-            "num_columns": columns,
-            "splits": divided,
-        },
+        sizes=sizes_of(problem, columns, divided),
         constexprs={"C": C},
         num_warps=config.warps,
         num_stages=config.stages,

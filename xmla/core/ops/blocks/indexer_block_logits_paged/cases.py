@@ -14,4 +14,7 @@ CASES = (
     with_blocks(make_case((66, 9), 53, next_n=3, heads=16), 9, 8),
     with_blocks(make_case((66, 9), 64, heads=16), 5, 8, logits_dtype="bfloat16"),
     with_blocks(make_case((150, 3), 61, heads=32, layout="fp8_ue8m0"), 9, 8),
+    # Pages and blocks of whole pieces of Hopper's kernel, of which neither has whole ones of the other.
+    with_blocks(make_case((305, 0, 131), 24, next_n=2, heads=32, dim=64, padding=16), 7, 32),
+    with_blocks(make_case((129, 1, 33), 40, next_n=2, heads=8, dim=32, shuffled=True), 9, 16),
 )

@@ -5,6 +5,7 @@ from xmla.core.op import Op
 from xmla.core.ops.blocks import indexer_block_logits
 from xmla.core.ops.blocks.indexer_block_topk.cases import CASES
 from xmla.core.ops.blocks.indexer_block_topk.gluon_sm90.plan import IMPLEMENTATION as GLUON_SM90
+from xmla.core.ops.blocks.indexer_block_topk.gluon_sm90.plan import IN_BLOCKS
 from xmla.core.ops.blocks.indexer_block_topk.plan import IMPLEMENTATION
 from xmla.core.ops.blocks.indexer_block_topk.reference import reference
 from xmla.core.ops.blocks.shared import block_selection_work
@@ -42,7 +43,7 @@ def indexer_block_topk(
         ArgumentError: A dtype, rank, axis, stride or attribute is wrong; k < 1.
         UnsupportedError: I > 128; workspace_bytes is too small for one token at a time, or for 1024 parts.
 
-    On 9.0 over fp8 keys N may be three times the keys of a token's blocks, elsewhere as many as these. Either way a row
+    On 9.0 over fp8 keys N may be twice the keys of a token's blocks, elsewhere as many as these. Either way a row
     has the same bits, whatever else is in the call. Bits may differ between arrays whose first addresses differ modulo
     16 bytes.
 
@@ -70,7 +71,7 @@ OP = Op(
     check=check,
     limits=indexer_block_logits.limits,
     work=block_selection_work,
-    implementations=(GLUON_SM90, IMPLEMENTATION),
+    implementations=(GLUON_SM90, IN_BLOCKS, IMPLEMENTATION),
     reference=reference,
     cases=CASES,
 )

@@ -9,7 +9,7 @@ CASES = (
     with_blocks(make_case("mxfp4", 4, 4, 700, 20, layout="mxfp4"), 2, 64, k=20),
     with_blocks(make_case("all", 6, 4, 150, 20), 20, 8, twice=True, k=35),
     with_blocks(make_case("all-mxfp4", 3, 64, 140, 20, layout="mxfp4"), 71, 2, twice=True, k=20),
-    with_blocks(make_case("half", 9, 32, 300, 20, dim=128), 17, 8, k=30, workspace_bytes=60_000),
+    with_blocks(make_case("half", 9, 32, 300, 20, dim=128), 19, 8, k=30, workspace_bytes=60_000),
     with_blocks(make_case("ue8m0", 4, 4, 700, 20, dim=128, layout="fp8_ue8m0"), 9, 8, k=20),
     with_blocks(make_case("all-ue8m0", 3, 64, 140, 20, dim=128, layout="fp8_ue8m0"), 71, 2, k=20),
 )

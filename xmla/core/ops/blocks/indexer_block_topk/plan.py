@@ -41,11 +41,13 @@ def plan(problem: Problem, device: Device) -> Plan:
     return select_in_blocks(problem, device)
 
 
-def select_in_blocks(problem: Problem, device: Device) -> Plan:
+def select_in_blocks(
+    problem: Problem, device: Device, logits: Callable[[Problem, Device, int], Plan] = block_logits
+) -> Plan:
     """The plan that stores the blocks' logits of as many tokens at a time as fit the workspace."""
-    plan = plan_in_parts(problem, device, block_logits, 4 * max(entries_of(problem), 1))
+    plan = plan_in_parts(problem, device, logits, 4 * max(entries_of(problem), 1))
     if plan is None:
-        refuse_workspace(problem, part_of(problem, device, block_logits), 1, WHOLE)
+        refuse_workspace(problem, part_of(problem, device, logits), 1, WHOLE)
     return plan
 
 

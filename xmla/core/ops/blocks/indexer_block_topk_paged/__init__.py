@@ -2,9 +2,9 @@ from dataclasses import replace
 from typing import Any
 
 from xmla.core.ops.blocks import indexer_block_logits_paged, indexer_block_topk
-from xmla.core.ops.blocks.indexer_block_topk.plan import plan
+from xmla.core.ops.blocks.indexer_block_topk.gluon_sm90.plan import IN_BLOCKS as GLUON_SM90
+from xmla.core.ops.blocks.indexer_block_topk.plan import IMPLEMENTATION
 from xmla.core.ops.blocks.indexer_block_topk_paged.cases import CASES
-from xmla.core.plan import Implementation
 
 
 def indexer_block_topk_paged(
@@ -58,6 +58,6 @@ OP = replace(
     indexer_block_topk.OP,
     prototype=indexer_block_topk_paged,
     tensors=indexer_block_logits_paged.OP.tensors,
-    implementations=(Implementation("triton", plan),),
+    implementations=(GLUON_SM90, IMPLEMENTATION),
     cases=CASES,
 )

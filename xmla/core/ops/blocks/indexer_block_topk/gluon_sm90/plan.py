@@ -1,6 +1,8 @@
 from dataclasses import dataclass
+from functools import partial
 
 from xmla.core.call import Problem
+from xmla.core.ops.blocks.indexer_block_logits.gluon_sm90 import plan as block_logits
 from xmla.core.ops.blocks.indexer_block_topk.gluon_sm90.kernel import logits_at_places_sm90_kernel
 from xmla.core.ops.blocks.indexer_block_topk.plan import plan_over_ranges, select_in_blocks, sizes_of_rows
 from xmla.core.ops.blocks.shared import entries_of
@@ -9,9 +11,9 @@ from xmla.core.ops.indexer.shared import SM90_CONDITIONS, Query
 from xmla.core.plan import Condition, Implementation, Launch, Plan
 from xmla.core.values import Device
 
-# Keys of the call for each key of a token's blocks: 512 of 16384 keys take 939 µs at 3, 1080 where each token reads its
-# own blocks; 1201 and 1101 at 4 (2048 tokens, H200, 2026-11-28).
-MOST_KEYS = 3
+# Keys of the call for each key of a token's blocks: 512 of 16384 keys take 1229 µs at 2, 1262 where each of 4096 tokens
+# reads its own blocks; 802 and 664 at 2.5 (2048 tokens, H200, 2026-11-30).
+MOST_KEYS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,3 +60,6 @@ def _longer(problem: Problem, device: Device) -> str | None:
 
 CONDITIONS = (*SM90_CONDITIONS, Condition(f"at most {MOST_KEYS} times as many keys as a token's blocks have", _longer))
 IMPLEMENTATION = Implementation("gluon_sm90", plan, CONDITIONS, "gluon")
+IN_BLOCKS = Implementation(
+    "gluon_sm90_in_blocks", partial(select_in_blocks, logits=block_logits.part), block_logits.CONDITIONS, "gluon"
+)
