@@ -194,6 +194,9 @@ class Shared:
     def atomic_scatter_add(self, values: Tensor, indices: Tensor, axis: int, mask: Tensor | None = None) -> None:
         self._combine(np.add, values, indices, axis, mask)
 
+    def atomic_scatter_max(self, values: Tensor, indices: Tensor, axis: int, mask: Tensor | None = None) -> None:
+        self._combine(np.maximum, values, indices, axis, mask)
+
     def atomic_scatter_or(self, values: Tensor, indices: Tensor, axis: int, mask: Tensor | None = None) -> None:
         self._combine(np.bitwise_or, values, indices, axis, mask)
 

@@ -99,6 +99,11 @@ def _mad(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return a.astype(c.dtype) * b.astype(c.dtype) + c
 
 
+def _dot_of_bytes(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    a, b = np.broadcast_arrays(a, b)
+    return (_parts(a, U8).astype(U32) * _parts(b, U8)).sum(-1, dtype=U32) + c
+
+
 # Of each instruction the dtypes as which it takes its sources, and what it computes of them.
 INSTRUCTIONS: dict[str, tuple[tuple[Any, ...], Callable[..., Any]]] = {
     "mov.b32": ((U32,), lambda a: a),
@@ -134,6 +139,7 @@ INSTRUCTIONS: dict[str, tuple[tuple[Any, ...], Callable[..., Any]]] = {
     "add.u32": ((U32, U32), np.add),
     "sub.u32": ((U32, U32), np.subtract),
     "mad.lo.u32": ((U32, U32, U32), _mad),
+    "dp4a.u32.u32": ((U32, U32, U32), _dot_of_bytes),
     "popc.b32": ((U32,), lambda a: np.bitwise_count(a).astype(U32)),
     "clz.b32": ((U32,), lambda a: (WARP - np.frexp(a.astype(np.float64))[1]).astype(U32)),
     "neg.s32": ((I32,), np.negative),
@@ -147,6 +153,10 @@ INSTRUCTIONS: dict[str, tuple[tuple[Any, ...], Callable[..., Any]]] = {
     "setp.eq.u32": ((U32, U32), np.equal),
     "setp.gt.f32": ((F32, F32), np.greater),
     "setp.ne.u32": ((U32, U32), np.not_equal),
+    "setp.eq.or.u32": ((U32, U32, BOOL), lambda a, b, c: (a == b) | c),
+    "setp.le.s32": ((I32, I32), np.less_equal),
+    "setp.eq.and.f32": ((F32, F32, BOOL), lambda a, b, c: (a == b) & c),
+    "setp.gt.or.f32": ((F32, F32, BOOL), lambda a, b, c: (a > b) | c),
     "setp.eq.f32": ((F32, F32), np.equal),
     "setp.num.f32": ((F32, F32), lambda a, b: ~np.isnan(a) & ~np.isnan(b)),
     "setp.ge.or.f32": ((F32, F32, BOOL), lambda a, b, c: (a >= b) | c),
