@@ -153,7 +153,7 @@ def check(plan: Plan, addresses: Mapping[str, int], noting: Noting) -> None:
     starts = set()  # of the workspace, as each of its buffers has it
     for place, (launch, line) in enumerate(zip(plan.active, noted, strict=True)):
         name = launch.name if noting.shared_bytes == SHARED["small"] else f"{launch.name}+{noting.shared_bytes}"
-        early = int(launch.waits and place > 0)
+        early = int(launch.starts_early(first=place == 0))
         assert line[:5] == [name, *map(str, (launch.grid[0] * launch.num_ctas, 32 * WARPS, noting.shared_bytes, early))]
         arguments = [int(value) for value in line[5:]]
         assert len(arguments) == len(launch.reads) + len(launch.sizes) + len(launch.writes) + 2

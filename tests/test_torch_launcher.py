@@ -86,7 +86,7 @@ def launches_of(plan: Plan, pointers: dict[str, int], space: int) -> list[list[i
     """The lines of a plan's launches."""
     pointers = pointers | {name: space + offset for name, offset in plan.workspace.items()}
     return [
-        [place, launch.grid[0], 32 * WARPS, SHARED, int(launch.waits and place > 0), STREAM,
+        [place, launch.grid[0], 32 * WARPS, SHARED, int(launch.starts_early(first=place == 0)), STREAM,
          *map(pointers.get, launch.reads), *launch.size_values, *map(pointers.get, launch.writes)]
         for place, launch in enumerate(plan.active)
     ]  # fmt: skip

@@ -134,7 +134,7 @@ def run(
         *arrays.values(),
         kernels=np.array([_number(launch, plan, specs, device) for launch in plan.active], np.int64),
         programs=np.array([launch.grid[0] * launch.num_ctas for launch in plan.active], np.int32),
-        early=np.array([launch.waits and place > 0 for place, launch in enumerate(plan.active)], np.int32),
+        early=np.array([launch.starts_early(first=place == 0) for place, launch in enumerate(plan.active)], np.int32),
         counts=np.array([len(each) for each in arguments], np.int32),
         places=np.array([place for each in arguments for place, _ in each], np.int32),
         values=np.array([value for each in arguments for _, value in each], np.int64),

@@ -98,7 +98,7 @@ class Template:
             alike = launch.kernel, id(launch.constexprs), *launch.arrays.items(), *launch.options.values()
             if alike not in kernels:
                 kernels[alike] = specialize(launch, self.plan, specs)
-            starts.append(Start(kernels[alike], launch.waits and bool(starts), programs, arguments))
+            starts.append(Start(kernels[alike], launch.starts_early(first=not starts), programs, arguments))
             programs = after
         return tuple(starts)
 

@@ -189,6 +189,10 @@ class Launch:
         """Whether its kernel waits for the launches before it, so that it may start early (core/lang/launches.py)."""
         return bool(self.constants.get("OVERLAP_LIMIT"))
 
+    def starts_early(self, *, first: bool) -> bool:
+        """Whether it may start before what is before it has ended: the `first` of a call if its kernel is PATIENT."""
+        return self.waits and (not first or bool(self.constants.get("PATIENT")))
+
     def in_turn(self) -> "Launch":
         """A copy of the launch that starts when the one before it has ended."""
         return self.overlapped(0)
