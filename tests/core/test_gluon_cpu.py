@@ -194,6 +194,14 @@ def row_of(kind: str, columns: int, length: int, k: int = 2048, starts: bool = F
         elif kind == "sparse":  # one of each thread's columns, in all CTAs but the last, of which one column is there
             values = np.where(np.arange(columns) % 4 == 0, 5.0, values - 100)
             values[:, 7 * 1024] = np.float32(2.0000002)
+        elif kind == "outliers":
+            values[:, ::1000] = 1e5
+        elif kind == "masked":
+            values[rng.random(values.shape) < 0.3] = -np.inf
+        elif kind == "heavy tail":
+            values = np.sign(values) * np.exp(4 * values**2)
+        elif kind == "two values":
+            values = (values > 1).astype(np.float32)
         elif kind == "steps below one octave":  # the k-th is far below the greatest, one of two adjacent keys
             values[...] = -1 - np.float32(2.0**-23) * (np.arange(columns) % 3 == 0)
             values[:, :9] = 1e9
@@ -215,6 +223,10 @@ CLUSTERS = [
     row_of("sparse", 16000, 7 * 1024 + 1),
     row_of("just below the bound", 16384, 16384),
     row_of("steps below one octave", 8192, 8192),
+    *(row_of(kind, 8192, 6001) for kind in ("outliers", "masked", "heavy tail", "two values")),
+    *(row_of(kind, 8192, 6001) for kind in ("normal", "constant", "NaN")),
+    row_of("outliers", 5000, 4999, 33),
+    row_of("normal", 700, 600, 512),
     row_of("infinite", 2051, 2049),
     row_of("normal", 4095, 4095, starts=True),
     row_of("subnormal", 20003, 9001, starts=True),
@@ -579,12 +591,14 @@ RAGGED, PAGED = (
 )
 
 PLANTED = [
-    Planted(CLUSTER, CLUSTERED, "tops.store(top)\n        gl.barrier(cluster=True)", "tops.store(top)"),
-    Planted(CLUSTER, CLUSTERED, "gl.barrier(cluster=CTAS > 1)\n        EACH", "EACH"),
-    Planted(CLUSTER, CLUSTERED, "gl.barrier(cluster=CTAS > 1)\n    for each", "for each"),
+    Planted(CLUSTER, CLUSTERED, "tops.store(top)\n    gl.barrier(cluster=True)", "tops.store(top)"),
+    Planted(CLUSTER, CLUSTERED, "gl.barrier(cluster=True)\n        EACH", "EACH"),
+    Planted(CLUSTER, CLUSTERED, "gl.barrier(cluster=True)\n    for each", "for each"),
     Planted(CLUSTER, CLUSTERED, "hist = hists.index(level)", "hist = hists.index(0)"),
     Planted(BELOW_THE_BOUND, CLUSTERED, "gl.minimum(span - first, (gl", "((gl"),
-    Planted(SHORT, OF_A_CTA, "hist = hists.index(level)", "hist = hists.index(0)"),
+    Planted(SHORT, OF_A_CTA, "== k - 1)", "== k)"),
+    Planted(NEGATIVE, OF_A_CTA, "gl.maximum(y, WHOLE)", "y"),
+    Planted(NEGATIVE, OF_A_CTA, "hist = hists.index(level)", "hist = hists.index(0)"),
     Planted(NEGATIVE, OF_A_CTA, "LEVELS = gl.constexpr(5)", "LEVELS = gl.constexpr(4)"),
     # Waits that are missing.
     Planted(WIDE_V32, CONSUMERS, "    mbarrier.wait(shared.full[0].index(stage), tile // STAGES & 1)\n", ""),

@@ -152,6 +152,20 @@ def test_launches_that_spread_start_beside_any_number_of_programs() -> None:
     }
 
 
+def test_a_selection_alone_starts_early() -> None:
+    """It waits before it reads; in a step it reads the lengths of rows sooner, and the first launch takes its turn."""
+    op = registry()["select_topk"]
+    for columns in (8192, 65536):
+        specs = Spec((1, columns), "float32"), Spec((1,), "int32"), None
+        (launch,) = plan_call(op, specs, op.attributes(k=2048), H200)[0].launches
+        assert launch.starts_early(first=True)
+        assert not launch.in_turn().starts_early(first=True)
+    *_, step = (call.plan(H200) for call in ModelConfig().decode(1, 1, 32768))
+    (selection,) = (launch for launch in step.active if launch.name == "select_slots_cluster_sm90_kernel")
+    assert selection.starts_early(first=False)
+    assert not any(launch.starts_early(first=True) for launch in step.active)
+
+
 def test_launches_take_turns_where_nothing_waits() -> None:
     """Before Hopper, in the interpreter, and where a kernel does not wait."""
     ops = registry()

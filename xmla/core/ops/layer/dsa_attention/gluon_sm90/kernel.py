@@ -1,9 +1,12 @@
 from xmla.core.lang.gluon import gl, gluon
 from xmla.core.lang.launches import gluon_let_next_start as let_next_start
-from xmla.core.lang.launches import gluon_wait_for_earlier as wait_for_earlier
 from xmla.core.lang.offsets import gluon_offset_of as offset_of
-from xmla.core.ops.selection.select_topk.gluon_sm90.kernel import row_range
-from xmla.core.ops.selection.select_topk.gluon_sm90_cluster.kernel import in_each, of_one_page, select_row
+from xmla.core.ops.selection.select_topk.gluon_sm90_cluster.kernel import (
+    in_each,
+    of_one_page,
+    row_range_in_turn,
+    select_row,
+)
 
 
 @gluon.jit
@@ -60,8 +63,7 @@ def select_slots_cluster_sm90_kernel(
 ):
     """`topk_cluster_sm90_kernel` and `map_slots_kernel` of a row."""
     let_next_start(C.OVERLAP_LIMIT)
-    start, length = row_range(starts_ptr, ends_ptr, first_row + gl.program_id(0), num_columns, C.HAS_STARTS)
-    wait_for_earlier(C.OVERLAP_LIMIT)
+    start, length = row_range_in_turn(starts_ptr, ends_ptr, first_row, num_columns, C)
     table_row, width = pages_of_token(
         block_table_ptr, request_ids_ptr, num_requests, table_stride, table_width, next_n, MAPPING
     )  # fmt: skip

@@ -10,8 +10,7 @@ in another division reads other CTAs' parts, once all have met at a barrier of t
       k-th, which is the next interval: until all of it are chosen, or it is one key (at most four, two as a rule)
     a bit a column ─→ counts[tile] ─→ the number of chosen columns before each ─→ indices, by column
 
-One CTA has no bound, which would save less than it costs, and histograms of 2048 bins: at most three intervals. That
-is for many rows, of which several are on an SM; few short rows are selected in another way (cta.py).
+Short rows are selected by one CTA in another way (cta.py).
 
 What is equal to the k-th is chosen by column, so no result depends on the order of atomic additions, and no row takes
 much longer than another: NaN, of which all have one key, is like any other value.
@@ -24,7 +23,6 @@ from xmla.core.lang.offsets import gluon_offset_of as offset_of
 from xmla.core.ops.selection.select_topk.gluon_sm90.kernel import bits_of, row_range
 from xmla.core.ops.selection.select_topk.gluon_sm90_cluster.cta import choose_in_cta
 from xmla.core.ops.selection.select_topk.gluon_sm90_cluster.keys import (
-    KEY_OF_INF,
     KEY_OF_NAN,
     leading_zeros,
     order_key,
@@ -38,24 +36,13 @@ THREADS = gl.constexpr(32 * 8)
 WIDTH = gl.constexpr(4 * 32 * 8)  # columns of a tile of a CTA
 GROUPS = gl.constexpr(2)  # of a thread, whose maxima bound the k-th
 MOST = gl.constexpr(2048)  # k: a CTA's share of it is half of its groups
+# Bins of an interval, so few that each CTA reads those of all, a bin a thread: sums of 2048 bins, which CTAs exchanged,
+# took a barrier more.
+BITS = gl.constexpr(8)
+BINS = gl.constexpr(1 << 8)
+LEVELS = gl.constexpr(4)  # intervals that end at single keys
 BITS_OF_CTA = gl.constexpr(10)
 BINS_OF_CTA = gl.constexpr(1 << 10)  # by which a CTA searches its bound
-
-
-@gluon.constexpr_function
-def bits_of_level(ctas):
-    """Bits of an interval's bins.
-
-    Of a cluster so few that each CTA reads those of all, a bin a thread: sums of 2048 bins, which CTAs exchanged, took
-    a barrier more.
-    """
-    return 8 if ctas > 1 else 11
-
-
-@gluon.constexpr_function
-def levels(ctas):
-    """Intervals that end at single keys."""
-    return -(-32 // bits_of_level(ctas))
 
 
 @gluon.constexpr_function
@@ -86,8 +73,8 @@ def layout_of_words(tiles, ctas):
 
 @gluon.constexpr_function
 def of_one_page(C):
-    """Adjacent columns that are mapped by one page: those of a thread, or of a word."""
-    return C.EACH or 4 * parts_of(C.TILES)
+    """Adjacent columns that are mapped by one page: four of a thread, or those of a word."""
+    return 4 if C.BINS else 4 * parts_of(C.TILES)
 
 
 @gluon.constexpr_function
@@ -231,34 +218,26 @@ def choose(
 
     With a PAGE_SIZE their slots too; returns whether that was done: if all words with a chosen column have a page.
     """
-    BITS: gl.constexpr = bits_of_level(CTAS)
-    BINS: gl.constexpr = 1 << BITS
-    LEVELS: gl.constexpr = levels(CTAS)
-    # What is outside of an interval is counted aside, by each lane: without a branch for each element. One CTA, which
-    # has no bound, would count too much there.
-    PLACES: gl.constexpr = 2 * BINS if CTAS > 1 else BINS
     x = load_row(row_ptr, length, TILES, UNIT, CTAS)  # on its way while memory is cleared
     pages = gl.full([], -1, gl.int32)
     if PAGE_SIZE:
         pages = load_pages(table_row, width, length, TILES, PAGE_SIZE, CTAS)
-    hists = gl.allocate_shared_memory(gl.int32, [LEVELS, CTAS, PLACES], part(CTAS))
+    # What is outside of an interval is counted aside, by each lane: without a branch for each element.
+    hists = gl.allocate_shared_memory(gl.int32, [LEVELS, CTAS, 2 * BINS], part(CTAS))
     few = gl.allocate_shared_memory(gl.int32, [CTAS, BINS_OF_CTA], part(CTAS))
     bounds = gl.allocate_shared_memory(gl.int32, [CTAS], flat(CTAS))
     tops = gl.allocate_shared_memory(gl.int32, [CTAS], flat(CTAS))
     counts = gl.allocate_shared_memory(gl.int32, [CTAS * TILES], flat(CTAS))
     for level in gl.static_range(LEVELS):
-        hists.index(level).store(gl.zeros([CTAS, PLACES], gl.int32, rows(PLACES // THREADS, CTAS)))
-    low, high = gl.to_tensor(KEY_OF_NAN), gl.to_tensor(KEY_OF_INF)
-    if CTAS > 1:
-        few.store(gl.zeros([CTAS, BINS_OF_CTA], gl.int32, rows(BINS_OF_CTA // THREADS, CTAS)))
+        hists.index(level).store(gl.zeros([CTAS, 2 * BINS], gl.int32, rows(2 * BINS // THREADS, CTAS)))
+    few.store(gl.zeros([CTAS, BINS_OF_CTA], gl.int32, rows(BINS_OF_CTA // THREADS, CTAS)))
     keys = order_key(x)
-    if CTAS > 1:
-        bound, top = bound_of_cta(keys, k, few, TILES, CTAS)
-        bounds.store(bound)
-        tops.store(top)
-        gl.barrier(cluster=True)
-        low = gl.min(bounds.load(in_each(1, CTAS)), 0)
-        high = gl.max(tops.load(in_each(1, CTAS)), 0)
+    bound, top = bound_of_cta(keys, k, few, TILES, CTAS)
+    bounds.store(bound)
+    tops.store(top)
+    gl.barrier(cluster=True)
+    low = gl.min(bounds.load(in_each(1, CTAS)), 0)
+    high = gl.max(tops.load(in_each(1, CTAS)), 0)
 
     # The interval [high − span, high] of the k-th is narrowed until all of it are chosen, or it is one key.
     keys = gl.reshape(keys, [CTAS, TILES * WIDTH])
@@ -273,11 +252,8 @@ def choose(
         hist = hists.index(level)
         down = (high - keys).to(gl.uint32, bitcast=True)
         bin = (down >> shift).to(gl.int32)
-        if CTAS > 1:
-            hist.atomic_scatter_add(one, gl.where(down <= span, bin, BINS + lane), 1)
-        else:
-            hist.atomic_scatter_add(one, bin, 1, down <= span)
-        gl.barrier(cluster=CTAS > 1)
+        hist.atomic_scatter_add(one, gl.where(down <= span, bin, BINS + lane), 1)
+        gl.barrier(cluster=True)
         EACH: gl.constexpr = in_each(BINS // THREADS, CTAS)
         counted = gl.convert_layout(
             gl.sum(hist.slice(0, BINS, dim=1).load(every(BINS, CTAS)), 0), EACH, assert_trivial=True
@@ -326,7 +302,7 @@ def write(
     if PAGE_SIZE:
         posted |= gl.max(((both != 0) & (pages < 0)).to(gl.int32), 2) << 30
     counts.store(gl.reshape(posted, [CTAS * TILES]))
-    gl.barrier(cluster=CTAS > 1)
+    gl.barrier(cluster=True)
     for each in gl.static_range(3):
         read[each]._keep_alive()
     P3: gl.constexpr = in_cluster([1, HELD, max(1, CTAS * TILES // 32)], [1, PARTS, WARPS // PARTS], CTAS)
@@ -371,7 +347,7 @@ def select_row(
     """
     TILES: gl.constexpr = C.TILES
     CTAS: gl.constexpr = C.CTAS
-    if C.EACH == 0:
+    if C.BINS == 0:
         gl.static_assert(C.WARPS == WARPS, "tiles are of so many warps")
         gl.static_assert(TILES % GROUPS == 0 and (TILES <= 8 or TILES == 16), "tiles are of two groups, and words of 8")
     gl.static_assert(PAGE_SIZE % of_one_page(C) == 0, "adjacent columns lie on one page")
@@ -386,7 +362,7 @@ def select_row(
             gl.store(out + column, gl.where(column < length, column, -1), mask=column < k)
     else:
         row_ptr = logits_ptr + offset_of(row, row_stride // C.UNIT * C.UNIT) + start
-        if C.EACH:
+        if C.BINS:
             mapped = choose_in_cta(row_ptr, length, k, out, slots, table_row, width, C, PAGE_SIZE)
         elif length <= CTAS * WIDTH * (TILES // 4) and TILES // 4 >= GROUPS:
             FEW: gl.constexpr = max(TILES // 4, GROUPS)
@@ -394,6 +370,17 @@ def select_row(
         else:
             mapped = choose(row_ptr, length, k, out, slots, table_row, width, TILES, C.UNIT, PAGE_SIZE, CTAS)
     return mapped
+
+
+@gluon.jit
+def row_range_in_turn(starts_ptr, ends_ptr, first_row, num_columns, C: gl.constexpr):
+    """The range of this program's row, once launches before have ended; it is known by then, unless PATIENT."""
+    if C.PATIENT:
+        wait_for_earlier(C.OVERLAP_LIMIT)
+    start, length = row_range(starts_ptr, ends_ptr, first_row + gl.program_id(0), num_columns, C.HAS_STARTS)
+    if not C.PATIENT:
+        wait_for_earlier(C.OVERLAP_LIMIT)
+    return start, length
 
 
 @gluon.jit
@@ -409,8 +396,7 @@ def topk_cluster_sm90_kernel(
     C: gl.constexpr,  # Cluster
 ):
     let_next_start(C.OVERLAP_LIMIT)
-    start, length = row_range(starts_ptr, ends_ptr, first_row + gl.program_id(0), num_columns, C.HAS_STARTS)
-    wait_for_earlier(C.OVERLAP_LIMIT)
+    start, length = row_range_in_turn(starts_ptr, ends_ptr, first_row, num_columns, C)
     select_row(
         logits_ptr, row_stride, k, start, length, first_row, indices_ptr, indices_ptr, indices_ptr, 0, C, PAGE_SIZE=0
     )  # fmt: skip

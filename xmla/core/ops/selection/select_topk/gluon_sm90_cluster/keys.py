@@ -14,6 +14,12 @@ def order_key(x):
 
 
 @gluon.jit
+def value_of(key):
+    """The value of an order key."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def leading_zeros(x):
     return gl.inline_asm_elementwise("clz.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
 

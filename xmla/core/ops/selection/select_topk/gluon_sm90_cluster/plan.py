@@ -18,6 +18,10 @@ MOST_TILES = 16  # of a CTA, in registers: 64 keys of a thread
 # 32768 columns 12.8 µs, those 12.6 and 14.3; 96 take 18.8, 12.9 and 15.8 (H200, 2026-11-30).
 MOST_ROWS = {32768: 64, 65536: 32, 131072: 8}
 MOST_COLUMNS_OF_CTA, FEW_ROWS = 8192, 1024
+# Programs of a call of its own beside which the next may start, by the CTAs of each: 1 and 16 rows of 8192 columns take
+# 4.1 and 4.4 µs where calls take turns 4.6 and 4.9, but 64 rows 6.0 and 5.1; clusters for one and eight rows of 65536
+# columns 6.3 and 8.4, in turns 6.8 and 7.6 (H200, 2026-11-30).
+MOST_BESIDE = {1: 16, CLUSTER.value: 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +30,12 @@ class Cluster(Constants):
 
     HAS_STARTS: bool
     UNIT: int  # of what it loads, `Spec.vector`
-    TILES: int  # of each CTA, of four columns a thread; 0: a thread has EACH adjacent columns
-    EACH: int
+    TILES: int  # of each CTA, or of each warp of a short row: of four columns a thread
+    BINS: int  # of a short row; 0: a cluster has the row
     CTAS: int  # of a program
     WARPS: int  # of a CTA
-    OVERLAP_LIMIT: int  # core/lang/launches.py
+    PATIENT: bool  # core/lang/launches.py
+    OVERLAP_LIMIT: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +44,8 @@ class Shape:
 
     ctas: int
     warps: int  # of a CTA
-    tiles: int = 0
-    each: int = 0
+    tiles: int
+    bins: int = 0
     registers: int | None = None
 
 
@@ -48,18 +53,19 @@ def shape_of(problem: Problem) -> Shape:
     rows, columns = problem["T"], next_power_of_2(problem["N"])
     if problem["N"] > MOST_COLUMNS_OF_CTA:
         return Shape(CLUSTER.value, WARPS.value, larger(GROUPS.value, columns // (CLUSTER.value * WIDTH.value)))
-    # µs by 16 warps of 16 columns, and by 8 of tiles: 5.9 and 6.7 for one row of 8192 columns, 19.7 and 21.4 for 512,
-    # 67.1 and 63.1 for 2048. By 16 of 8 columns, and by 8 of 16: 4.5 and 5.0 for one of 4096, 14.3 and 15.7 for 512,
-    # 45.3 and 43.7 for 2048 (H200, 2026-11-30).
+    # µs by 16 warps of 16 columns a thread, and by 8 of 32, of 8192 columns: 4.1 and 4.7 for one row, 14.8 and 15.5 for
+    # 512, 49.6 and 46.4 for 2048, 184 and 168 for 8192. Of 4096 by 8 warps of 16, and by 16 of 8: 3.3 and 3.4 for one
+    # row, 8.6 and 11.2 for 512, 94 and 144 for 8192 (H200, 2026-11-30).
     if problem["N"] > MOST_COLUMNS_OF_CTA // 2:
-        return Shape(1, 16, each=16, registers=64) if rows <= FEW_ROWS else Shape(1, WARPS.value, 8, registers=80)
-    if rows <= FEW_ROWS:
-        return Shape(1, larger(4, columns // 256), each=8, registers=40)
-    return Shape(1, larger(4, columns // 512), each=16, registers=48)
+        return Shape(1, 16, 4, bins=2048, registers=64) if rows <= FEW_ROWS else Shape(1, 8, 8, bins=1024, registers=80)
+    warps = larger(4, columns // 512)
+    return Shape(1, warps, larger(1, columns // (128 * warps)), bins=128 * warps, registers=64)
 
 
 def plan(problem: Problem, device: Device) -> Plan:
     logits, shape = problem.specs["logits"], shape_of(problem)
+    patient = "logits" not in problem.written
+    limit = overlap_limit(problem, device, "starts", "ends") // shape.ctas  # of programs
     launch = Launch(
         topk_cluster_sm90_kernel,
         grid=(problem["T"],),
@@ -71,10 +77,11 @@ def plan(problem: Problem, device: Device) -> Plan:
                 HAS_STARTS=problem.has("starts"),
                 UNIT=1 if problem.has("starts") else logits.vector(logits.stride(0)),
                 TILES=shape.tiles,
-                EACH=shape.each,
+                BINS=shape.bins,
                 CTAS=shape.ctas,
                 WARPS=shape.warps,
-                OVERLAP_LIMIT=overlap_limit(problem, device, "starts", "ends") // shape.ctas,  # of programs
+                PATIENT=patient,
+                OVERLAP_LIMIT=min(limit, MOST_BESIDE[shape.ctas]) if patient else limit,
             )
         },
         num_warps=shape.warps,
