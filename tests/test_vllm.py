@@ -25,7 +25,7 @@ from xmla.core.parallel import Ownership
 from xmla.core.registry import registry
 from xmla.core.values import Device, Spec, find_device
 from xmla.torch_api._arrays import spec_of
-from xmla.vllm import indexer, pools, projection, refusals, shards, warmup, without_e4m3
+from xmla.vllm import adapters, indexer, pools, projection, refusals, shards, warmup, without_e4m3
 from xmla.vllm.gathered import Gathered, Pages, once_with_prefills
 from xmla.vllm.refusals import key_format, refuse, unserved, unused
 from xmla.vllm.shards import Shards
@@ -956,6 +956,26 @@ def test_output_with_weights_that_would_be_quantized_keeps_them() -> None:
     projection.keep_plain(layer)
     layer.quant_method.process_weights_after_loading(layer)
     assert layer.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("model.layers.0.self_attn.kv_b_proj", "kv_b_proj"), ("model.layers.1.attn.wo_a", "wo_a"),
+        ("model.layers.1.attn.compressor.wkv", "compressor.wkv"),
+        ("model.layers.1.attn.indexer.compressor.wgate", "compressor.wgate"),
+    ],
+)  # fmt: skip
+def test_an_adapter_that_would_be_left_out_is_refused(name: str, told: str) -> None:
+    """By the manager of a worker's adapters, and by those that derive from it; others are handed on."""
+    loaded = SimpleNamespace(loras=dict.fromkeys(("model.layers.0.self_attn.q_b_proj", "model.layers.1.attn.wkv")))
+    manager = type("Manager", (), {"_load_adapter": lambda self, request: request})
+    own = type("Own", (adapters.refuse_unread(manager),), {})()
+    assert own._load_adapter(loaded) is loaded
+    loaded.loras[name] = None
+    message = rf"^xmla\.vllm: not served: an adapter \(LoRA\) of {told}, whose modules vLLM's layers do not call; "
+    with pytest.raises(UnsupportedError, match=message):
+        own._load_adapter(loaded)
 
 
 @pytest.mark.parametrize("packed", [True, False])

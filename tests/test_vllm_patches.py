@@ -63,7 +63,8 @@ OF_E4M3 = {
     "vllm.model_executor.models.deepseek_v2.per_token_group_quant_fp8",
     "vllm.models.hy_v4.nvidia.attention.per_token_group_quant_fp8",
 }
-CLASSES = {"DeepseekV32IndexerBackend", "DeepSeekV2FusedQkvAProjLinear", "Worker"}
+OF_LORA = {"vllm.lora.worker_manager.WorkerLoRAManager"}
+CLASSES = {"DeepseekV32IndexerBackend", "DeepSeekV2FusedQkvAProjLinear", "Worker", "WorkerLoRAManager"}
 
 
 # What functions take of which the replacement takes something.
@@ -82,15 +83,18 @@ TAKES |= {
 }
 
 
-# Methods of vLLM's worker that are replaced.
-OF_WORKERS = "load_model", "determine_available_memory", "compile_or_warm_up_model", "execute_model"
+# Methods of vLLM's classes that are replaced.
+METHODS = {
+    "Worker": ("load_model", "determine_available_memory", "compile_or_warm_up_model", "execute_model"),
+    "WorkerLoRAManager": ("_load_adapter",),
+}  # fmt: skip
 
 
 def stand_in(name: str) -> Any:
     """A function, or a class, that can be patched."""
     if name not in CLASSES:
         return taking(name, *TAKES.get(name, ()))
-    return type(name, (), {method: taking(method, "self") for method in OF_WORKERS if name == "Worker"})
+    return type(name, (), {method: taking(method, "self") for method in METHODS.get(name, ())})
 
 
 def taking(name: str, *parameters: str, **defaults: Any) -> Any:
@@ -143,7 +147,7 @@ class Plugin:
                 "register_backend": lambda _, path: setattr(self, "path", path),
             },
         }
-        for target in EVERY | SINCE_033 | OF_POOLS | OF_FP4 | OF_INVARIANCE | OF_E4M3:
+        for target in EVERY | SINCE_033 | OF_POOLS | OF_FP4 | OF_INVARIANCE | OF_E4M3 | OF_LORA:
             module, _, name = target.removeprefix("*").rpartition(".")
             modules.setdefault(module, {})[name] = stand_in(name)
         for name, members in read_in_033().items():
@@ -204,6 +208,7 @@ def test_each_release_has_the_changes_that_are_for_it(plugin: Plugin, release: s
 def test_changes_of_one_model_or_mode_are_made_when_asked_for(plugin: Plugin, release: str) -> None:
     groups = {
         "POOL_PATCHES": OF_POOLS, "E4M3_PATCHES": OF_E4M3, "FP4_PATCHES": OF_FP4, "INVARIANCE_PATCHES": OF_INVARIANCE,
+        "LORA_PATCHES": OF_LORA,
     }  # fmt: skip
     for patches, targets in groups.items():
         for _ in range(2):
@@ -235,7 +240,7 @@ def test_a_worker_of_a_users_that_was_made_before_is_changed_too(plugin: Plugin,
     worker = plugin.modules["vllm.v1.worker.gpu_worker"].Worker
     own = type("OwnWorker", (worker,), {})
     plugin.patches.install("0.33.0")
-    whose = {getattr(own, method).__module__.partition(".")[0] for method in OF_WORKERS}
+    whose = {getattr(own, method).__module__.partition(".")[0] for method in METHODS["Worker"]}
     assert whose == ({"xmla"} if cuda else {__name__})
 
 

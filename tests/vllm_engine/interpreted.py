@@ -122,6 +122,8 @@ def make_worker() -> type:
             workspace.init_workspace_manager(torch.device("cpu"), **within)
             if has_fp4_entries(self.vllm_config):
                 patches.apply_all(patches.FP4_PATCHES, version("vllm"))
+            if self.vllm_config.lora_config is not None:
+                patches.apply_all(patches.LORA_PATCHES, version("vllm"))
             for architecture, replaced in V4.items():
                 if architecture in self.model_config.architectures:
                     for schema, function in replaced.kernels().items():

@@ -12,7 +12,8 @@ With --sleep the engine sleeps at that level, wakes up, and serves the same requ
 them again over caches that lost all pages but those that vLLM's connector has copied. With --shared the second layer
 has the selection of the first; with --apart each layer maps it itself. With --ampere the GPU has no e4m3. DSpark drafts
 as many tokens as --dspark says, and with --adaptive those are verified that pay. With --record what requests select is
-recorded, and saved in a folder beside OUT. With --options, a JSON object, the engine has these arguments too.
+recorded, and saved in a folder beside OUT. Requests have the --adapter of this folder. With --options, a JSON object,
+the engine has these arguments too.
 """
 
 import json
@@ -130,7 +131,7 @@ def serve(
     ranks: int = 1, interleave: int = 1, late: bool = False, beside: bool = False, invariant: bool = False,
     alone: bool = False, new: int = 5, blocks: int = 0, stages: int = 1, sleep: int = 0,
     offload: bool = False, shared: bool = False, apart: bool = False, ampere: bool = False, dspark: int = 0,
-    adaptive: bool = False, record: bool = False, plain: str = "", options: str = "{}",
+    adaptive: bool = False, record: bool = False, plain: str = "", adapter: str = "", options: str = "{}",
 ) -> None:  # fmt: skip
     if invariant:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
@@ -140,6 +141,7 @@ def serve(
         setattr(xt, name, counted(name, "reference" if reference else None))
     from vllm import EngineArgs, LLMEngine, SamplingParams
     from vllm.config import KernelConfig, VllmConfig
+    from vllm.lora.request import LoRARequest
     from vllm.plugins import load_general_plugins
 
     from xmla.vllm.warmup import calls
@@ -210,6 +212,9 @@ def serve(
         arguments["speculative_config"] = {
             "method": "dspark", "num_speculative_tokens": dspark, "enable_adaptive_verification": adaptive
         }  # fmt: skip
+    if adapter:
+        arguments |= {"enable_lora": True, "max_lora_rank": 8}
+    lora = LoRARequest("adapter", 1, adapter) if adapter else None
     arguments = {
         "enforce_eager": True, "max_num_seqs": 4, "max_num_batched_tokens": 64, "block_size": page,
         "attention_config": {"sparse_mla_force_mqa": invariant or kind == "glm5_next_text"},
@@ -240,7 +245,7 @@ def serve(
         while engine.has_unfinished_requests() or step <= max(joins.values()):
             for name, tokens_in in prompts(kind).items():
                 if joins[name] == step:
-                    engine.add_request(name, {"prompt_token_ids": tokens_in}, parameters)
+                    engine.add_request(name, {"prompt_token_ids": tokens_in}, parameters, lora_request=lora)
             step += 1
             if blocks:
                 engine.collective_rpc("execute_dummy_batch")

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from packaging.version import Version
+from safetensors.torch import load_file, save_file
 
 from benchmarks.engines import entry_points
 from benchmarks.engines.vllm.adapter import CALLED
@@ -186,6 +187,51 @@ def test_tokens_with_drafts(drafts: str, kernels: dict[str, Any], serve: Callabl
 def test_tokens_with_other_options(options: dict[str, Any], kernels: dict[str, Any], serve: Callable[..., Any]) -> None:
     """Chunks of 17 tokens of one request at a time, in larger blocks; LoRA without eager mode, over plain entries."""
     assert serve("--options", json.dumps(options))["tokens"] == kernels["tokens"]
+
+
+def save_adapter(folder: Path, model: Path, parts: set[str]) -> dict[str, torch.Tensor]:
+    """Write an adapter of rank 4 of these projections in all layers; their weights with what it adds."""
+    found, adapted, generator = {}, {}, torch.Generator().manual_seed(3)
+    for name, weight in load_file(model / "model.safetensors").items():
+        at = name.removesuffix(".weight")
+        if at.rpartition(".")[2] in parts:
+            rows, columns = weight.shape
+            down, up = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((4, columns), (rows, 4)))
+            down, up = down * columns**-0.5, up * weight.std() * columns**0.5
+            found |= {f"base_model.model.{at}.lora_A.weight": down, f"base_model.model.{at}.lora_B.weight": up}
+            adapted[name] = weight + up @ down
+    folder.mkdir(exist_ok=True)
+    save_file(found, folder / "adapter_model.safetensors")
+    told = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": sorted(parts), "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(told))
+    return adapted
+
+
+@pytest.mark.skipif(OLD, reason="not tried with 0.26")
+def test_an_adapter_changes_queries_entries_and_selections(
+    serve: Callable[..., Any], models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Beside transformers' model with the adapter in its weights, as `test_probabilities_are_those_of_the_model`."""
+    from transformers import DeepseekV32ForCausalLM
+
+    parts = {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "wq_b"}  # the last is the indexer's
+    adapted = save_adapter(tmp_path, models["v32"], parts)
+    served = serve("--adapter", str(tmp_path))
+    original = DeepseekV32ForCausalLM.from_pretrained(models["v32"], dtype=torch.float32)
+    assert max(distances(served, original).values()) > 0.3
+    original.load_state_dict({name: weight.float() for name, weight in adapted.items()}, strict=False)
+    assert all(distance < 0.2 for distance in distances(served, original).values())
+
+
+@pytest.mark.skipif(OLD, reason="not tried with 0.26")
+def test_an_adapter_that_vllm_leaves_out_is_refused(
+    run: Callable[..., Any], models: dict[str, Path], tmp_path: Path
+) -> None:
+    save_adapter(tmp_path, models["v32"], {"o_proj", "kv_b_proj"})
+    words = str(models["v32"]), str(tmp_path / "out"), "--adapter", str(tmp_path)
+    done = run("xmla,interpreted", str(FOLDER / "serve.py"), *words)
+    assert done.returncode != 0
+    assert "xmla.vllm: not served: an adapter (LoRA) of kv_b_proj, whose modules" in done.stdout + done.stderr
 
 
 @pytest.mark.skipif(OLD, reason="new in 0.33")

@@ -16,7 +16,7 @@ from vllm.utils.torch_utils import vllm_lib
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from xmla.core.errors import UnsupportedError
-from xmla.vllm import contract, fp4, indexer, pools, recording, warmup, without_e4m3
+from xmla.vllm import adapters, contract, fp4, indexer, pools, recording, warmup, without_e4m3
 from xmla.vllm.contract import EVERY, OTHERWISE, SINCE_033
 from xmla.vllm.refusals import has_e4m3, has_fp4_entries, has_indexer, is_batch_invariant, pool_size, refuse
 
@@ -152,6 +152,8 @@ def change_worker(worker: type) -> type:
             apply_all(E4M3_PATCHES, version("vllm"))
         if has_indexer(config) and has_fp4_entries(config):
             apply_all(FP4_PATCHES, version("vllm"))
+        if has_indexer(config) and config.lora_config is not None:
+            apply_all(LORA_PATCHES, version("vllm"))
         if has_indexer(config) and is_batch_invariant():
             apply_all(INVARIANCE_PATCHES, version("vllm"))
             if config.model_config.hf_text_config.model_type == "deepseek_v4":
@@ -220,6 +222,11 @@ FP4_PATCHES = (
     # A window of 528 bytes beside compressed entries of 288, on any GPU.
     Patch(f"{V41}.attention", "_use_v41_mxfp8_kv_record", always(True), SINCE_033),
     Patch(f"{V41}.common.ops.fused_compress_quant_cache", "_fp32x2_to_fp4x2", lambda _: fp4.pack_pair, SINCE_033),
+)
+# For engines that take adapters.
+LORA_PATCHES = (
+    # It leaves out what adapters add to weights whose modules a layer does not call.
+    Patch("vllm.lora.worker_manager", "WorkerLoRAManager", adapters.refuse_unread),
 )
 # With VLLM_BATCH_INVARIANT=1, where vLLM leaves a kernel to the number of tokens of a step.
 INVARIANCE_PATCHES = (
