@@ -932,13 +932,20 @@ def test_output_projected_in_groups() -> None:
     assert torch.allclose(found.double(), want, rtol=1e-5, atol=1e-5)
 
 
+AWQ = SimpleNamespace(get_name=lambda: "awq")
+
+
 @pytest.mark.parametrize(
-    ("weight", "dtype"), [({}, "None"), ({"weight": torch.zeros(1, dtype=torch.int8)}, "torch.int8")]
+    ("layer", "told"),
+    [
+        ({"quant_config": AWQ}, "fewer bits by awq"),
+        ({"weight": torch.zeros(1, dtype=torch.int8), "quant_config": None}, "torch.int8"),
+    ],
 )
-def test_output_with_weights_of_other_formats_is_refused(weight: dict[str, torch.Tensor], dtype: str) -> None:
-    told = f"DeepSeek-V4's output projection with weights of {dtype} where there is no DeepGEMM"
+def test_output_with_weights_of_other_formats_is_refused(layer: dict[str, Any], told: str) -> None:
+    told = f"DeepSeek-V4's output projection with weights of {told} where there is no DeepGEMM"
     with pytest.raises(UnsupportedError, match=f"^xmla.vllm: not served: {told}; "):
-        projection.keep_plain(SimpleNamespace(**weight))
+        projection.keep_plain(SimpleNamespace(**layer))
 
 
 def test_output_with_weights_in_bfloat16_keeps_them() -> None:

@@ -578,6 +578,8 @@ MUTANTS = (
            "where_vllm_cannot_write"),
     Mutant("not in (*FLOATS, torch.float8_e4m3fn)", "in ()", "xmla/vllm/projection.py", "../test_vllm.py",
            "other_formats_is_refused"),
+    Mutant("if read := sorted(", "if read := 0 and sorted(", "xmla/vllm/adapters.py", "../test_vllm.py",
+           "would_be_left_out"),
     Mutant("not use_ue8m0 or column_major_scales", "False", "xmla/vllm/without_e4m3.py", "../test_vllm.py",
            "other_scales"),
     Mutant("if page * total > most:", "if False:", "xmla/vllm/gathered.py", "../test_vllm.py", "gathered_pages"),

@@ -20,11 +20,12 @@ def keep_plain(layer: Any) -> None:
     Raises:
         UnsupportedError: They are of another dtype.
     """
-    weight = getattr(layer, "weight", None)  # formats of fewer bits have none by this name
-    dtype = None if weight is None else weight.dtype
+    weight, config = getattr(layer, "weight", None), getattr(layer, "quant_config", None)
+    dtype = "fewer bits" if weight is None else weight.dtype  # such formats have no weights by this name
+    by = "" if config is None else f" by {config.get_name()}"
     refuse(
         {
-            f"DeepSeek-V4's output projection with weights of {dtype} where there is no DeepGEMM": dtype
+            f"DeepSeek-V4's output projection with weights of {dtype}{by} where there is no DeepGEMM": dtype
             not in (*FLOATS, torch.float8_e4m3fn)
         }
     )
