@@ -43,7 +43,7 @@ FAST = tests/core tests/contract/test_8_wrong_arguments.py tests/test_parity.py 
 
 .PHONY: demo test test-fast test-plain jax floors vllm sglang maxtext trainers fuzz matrix mutants planted lint types docs pages report wheel release clean
 test: $(READY)
-	$(if $(ALL),XMLA_ALL=1) $(ENV) $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup $(if $(ALL),--timeout 7200)
+	$(if $(ALL),XMLA_ALL=1) $(ENV) $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup --durations 25 $(if $(ALL),--timeout 7200)
 
 # A minute: declarations, plans, layouts, formats, wrong arguments, and a case of every op under torch and JAX.
 test-fast: $(READY)

@@ -21,6 +21,7 @@ if "XMLA_TEST_GPUS" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:  # wo
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+from collections import Counter  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
 from importlib.metadata import PackageNotFoundError, version  # noqa: E402
 from typing import Any  # noqa: E402
@@ -29,6 +30,7 @@ import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from tools.kept import OLD  # noqa: E402
 from xmla import torch_api  # noqa: E402
 from xmla.core.compile import interpreter  # noqa: E402
 from xmla.core.versions import TRANSFORMERS, older  # noqa: E402
@@ -72,6 +74,21 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     grouped = [item for item in session.items if item.get_closest_marker("xdist_group")]
     if session.config.option.__dict__.get("loadgroup") and not all("@" in item.nodeid for item in grouped):
         raise pytest.UsageError(f"pytest {pytest.__version__} and pytest-xdist do not group tests")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """What a run took time for: kernels that every run compiles again, and files of tests."""
+    reports = [each for kind in ("passed", "failed") for each in terminalreporter.stats.get(kind, [])]
+    digests = sorted(text for each in reports for name, text in each.user_properties if name == OLD and text)
+    if digests:
+        terminalreporter.write_line(f"old digests, which `make matrix` writes anew: {', '.join(digests)}")
+    if config.option.durations is not None:
+        seconds = Counter[str]()
+        for kind in ("", "passed", "failed", "skipped"):  # setup and teardown that pass are of no kind
+            for each in terminalreporter.stats.get(kind, []):
+                seconds[each.location[0]] += each.duration
+        slowest = ", ".join(f"{file} {taken:.0f} s" for file, taken in seconds.most_common(25))
+        terminalreporter.write_line(f"slowest files: {slowest}")
 
 
 def _is_later_case(item: pytest.Item) -> bool:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,9 @@ ALWAYS = {"select_topk", "write_mla_cache"}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_jax_lowers_to_the_kernels_torch_launches(arch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jax_lowers_to_the_kernels_torch_launches(
+    arch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+) -> None:
     require_assembler(arch)
     # A cache of its own: PTX names the files of the Triton that made it, and another one may have filled the cache.
     cache, dumps = tmp_path / "cache", tmp_path / "dumps"
@@ -29,6 +32,7 @@ def test_jax_lowers_to_the_kernels_torch_launches(arch: int, tmp_path: Path, mon
         monkeypatch.setenv(name, value)
     named = sorted(registry() if EVERYTHING else ALWAYS)
     digests, lines = kept.changed(f"lowered-sm_{arch}", ROOT / "tools" / "lower_for_cuda.py", str(arch), *named)
+    record_property(kept.OLD, kept.old(f"lowered-sm_{arch}", digests))
     of_hopper = {"sparse_mla triton", "sparse_mla in parts", "indexer_topk in parts"}
     assert digests.keys() == set(registry()) | (of_hopper if arch == 90 else set())
     ops = {line["op"]: line for line in lines}

@@ -2,7 +2,7 @@
 
 import mmap
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 
@@ -276,9 +276,10 @@ def test_logits_over_a_page_of_very_many_keys(space: torch.Tensor, by: str | Non
 
 
 @pytest.mark.slow
-def test_no_product_of_32_bits_is_a_far_offset() -> None:
+def test_no_product_of_32_bits_is_a_far_offset(record_property: Callable[[str, object], None]) -> None:
     """Every op's kernels, strides near 2**31 along each axis and as many entries per page: none can wrap round."""
     digests, lines = kept.changed("far_strides", Path(far_strides.__file__), *["--all"] * (EVERYTHING or kept.MATRIX))
+    record_property(kept.OLD, kept.old("far_strides", digests))
     kernels = [line for line in lines if "kernel" in line]
     assert not [line for line in kernels if line.get("wrong")]
     assert {line["op"] for line in kernels if line["far"] == "strides"} == set(OPS)

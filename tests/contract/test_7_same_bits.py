@@ -5,6 +5,7 @@ no such entries. tests/test_training.py holds them to their bound.
 Torch against JAX is tests/test_parity.py.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -80,13 +81,14 @@ def planned_by_address(op: Op, case: Case) -> bool:
 
 
 @pytest.mark.slow
-def test_the_ops_whose_bits_depend_on_addresses_say_so() -> None:
+def test_the_ops_whose_bits_depend_on_addresses_say_so(record_property: Callable[[str, object], None]) -> None:
     """By another kernel of the plan, or by another order of its sums: wgmma's architecture and one of mma.sync.
 
     An op that is known to depend on addresses by one of these is not looked at for the next.
     """
     by_plan = {op.name for op in OPS.values() if any(planned_by_address(op, case) for case in op.cases)}
     digests, answers = kept.changed("alignment", Path(alignment.__file__), *sorted(OPS.keys() - by_plan))
+    record_property(kept.OLD, kept.old("alignment", digests))
     for arch in ARCHITECTURES:
         assert sum(answer["sums"] > 0 and answer["arch"] == arch for answer in answers) > 4
     by_order = {answer["op"] for answer in answers if not answer["same"]}

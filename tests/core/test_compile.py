@@ -1,6 +1,6 @@
 """Every kernel configuration compiles for every architecture, without its hardware, and fits the part."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from conftest import HAS_GPU, require_assembler
 
 from tools import compile_unknown, support_matrix
 from tools.compile_plans import DEVICES, joined_pairs
-from tools.kept import MATRIX, file_of, keep
+from tools.kept import MATRIX, OLD, file_of, keep, old
 from tools.releases import SERVED, folder
 from xmla.core.registry import registry
 from xmla.core.values import Device
@@ -79,7 +79,9 @@ CONFIGURATIONS = [
 
 
 @contextmanager
-def compiled(version: str, arch: int) -> Iterator[tuple[list[support_matrix.Line], list[support_matrix.Line]]]:
+def compiled(
+    version: str, arch: int, record_property: Callable[[str, object], None]
+) -> Iterator[tuple[list[support_matrix.Line], list[support_matrix.Line]]]:
     """All lines of an architecture, and those of kernels that were compiled; if the checks of the body pass,
     `make matrix` writes the digests."""
     check = f"triton-{version}-sm_{arch}"
@@ -89,6 +91,7 @@ def compiled(version: str, arch: int) -> Iterator[tuple[list[support_matrix.Line
         sharing = (arch,) if arch in GENERATORS and not other else GENERATORS if other else OTHERS
         options += ["--some", f"{sharing.index(arch)}/{len(sharing)}"]
     digests, lines = support_matrix.compile_all(arch, *options, triton=other, but=file_of(check))
+    record_property(OLD, old(check, digests))
     kernels = [line for line in lines if "cubin_bytes" in line]
     assert kernels and {kernel["triton"] for kernel in kernels} == {version}, f"Triton {version} is expected"
     yield lines, kernels
@@ -97,11 +100,11 @@ def compiled(version: str, arch: int) -> Iterator[tuple[list[support_matrix.Line
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("version", "arch"), CONFIGURATIONS)
-def test_every_configuration_compiles(version: str, arch: int) -> None:
+def test_every_configuration_compiles(version: str, arch: int, record_property: Callable[[str, object], None]) -> None:
     if version in OLDER and HAS_GPU and not folder("triton", version).exists():
         pytest.skip("older Tritons are compiled where CI runs; tools/releases.py installs them")
     require_assembler(arch)
-    with compiled(version, arch) as (lines, kernels):
+    with compiled(version, arch, record_property) as (lines, kernels):
         assert {line["op"] for line in lines} == set(registry()), "an op was not planned"
         if arch in SAME_GENERATOR and version not in OLDER:
             compared = {line["kernel"]: line["same_ptx"] for line in kernels if "same_ptx" in line}

@@ -5,13 +5,14 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
+import conftest
 import pytest
 import triton
 from triton import knobs
 
-from tools import support_matrix
+from tools import kept, support_matrix
 from tools.compile_plans import identity, source
 from tools.kept import file_of
 from xmla.core.compile import Specialization
@@ -135,6 +136,22 @@ def test_a_property_of_a_constant_counts(
     before = identity(made, 90)
     monkeypatch.setattr(of, name, property(lambda it: 3))
     assert (identity(made, 90) != before) == (of is MlaLayout or value is not V32)
+
+
+def test_a_run_names_what_it_compiles_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kept, "FOLDER", tmp_path)
+    file_of("part").write_text(json.dumps({"a": "1", "b": "2", "gone": "3"}))
+    said = [kept.old(*check) for check in (("new", {"a": "1"}), ("part", {"a": "1", "b": "4"}), ("part", {"a": "1"}))]
+    assert said == ["new (1 of 1, such as a)", "part (1 of 2, such as b)", ""]
+    reports = [SimpleNamespace(user_properties=[(kept.OLD, text)], location=("x.py",), duration=2.0) for text in said]
+    terminal = SimpleNamespace(stats={"passed": reports[:2], "failed": reports[2:]}, write_line=print)
+    for durations in (None, 25):
+        config = SimpleNamespace(option=SimpleNamespace(durations=durations))
+        conftest.pytest_terminal_summary(terminal, config)
+    digests = "old digests, which `make matrix` writes anew: new (1 of 1, such as a), part (1 of 2, such as b)"
+    assert capsys.readouterr().out.splitlines() == [digests, digests, "slowest files: x.py 6 s"]
 
 
 @pytest.mark.parametrize("arch", support_matrix.ARCHITECTURES, ids=lambda arch: f"sm_{arch}")
