@@ -76,11 +76,11 @@ def building(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callab
     _launcher.library.cache_clear()
 
 
-@pytest.mark.parametrize("options", ["", " -O1", " '-DNAME=two words'"])
-def test_cxx_may_have_options(options: str, building: Callable[[str], object]) -> None:
+def test_cxx_may_have_options(building: Callable[[str], object]) -> None:
+    """Without any it is the compiler of the library that the wheel's stands for, below."""
     if (compiler := shutil.which("g++") or shutil.which("clang++")) is None:
         pytest.skip("no C++ compiler")
-    assert building(compiler + options) is not None
+    assert building(f"{compiler} -O1 '-DNAME=two words'") is not None
 
 
 @pytest.mark.parametrize(
