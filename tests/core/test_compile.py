@@ -34,6 +34,8 @@ SPILLED_ON_HOPPER |= {"sparse_mla_backward_any_order_sm90_kernel": (112, 112)}
 OTHER_COPIES = {"indexer_logits_paged_sm90_kernel": {4}, "indexer_block_logits_sm90_kernel": {4}}
 OTHER_COPIES |= {"indexer_block_logits_paged_sm90_kernel": {4}}
 OTHER_COPIES |= {"sparse_mla_sm120_kernel": {8}}
+# Rows of select_topk that fill the machine, 32 elements a thread: where rows are searched by keys.
+SPILLED_ON_HOPPER |= dict.fromkeys(("topk_cluster_sm90_kernel", "select_slots_cluster_sm90_kernel"), (200, 200))
 NATIVE = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 103: "tcgen05.mma",
           120: "mma.sync", 121: "mma.sync"}  # fmt: skip
 
