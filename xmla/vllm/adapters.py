@@ -20,7 +20,7 @@ def refuse_unread(manager: Any) -> Any:
 
     def _load_adapter(self: Any, lora_request: Any) -> Any:
         adapter = load(self, lora_request)
-        if read := sorted({found[1] for name in adapter.loras if (found := READ.search(name))}):
+        if read := sorted({match[1] for name in adapter.loras if (match := READ.search(name))}):
             raise UnsupportedError(
                 f"xmla.vllm: not served: an adapter (LoRA) of {', '.join(read)}, whose modules vLLM's layers do not "
                 "call; without xmla vLLM leaves it out"
