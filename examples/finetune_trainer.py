@@ -2,7 +2,8 @@
 
 python examples/finetune_trainer.py [FOLDER]
 
-FOLDER is that of a checkpoint; without it a small model has random weights. Trainer needs accelerate.
+FOLDER is that of a checkpoint; without it a small model has random weights. Trainer needs accelerate. Several GPUs take
+a process each: torchrun --nproc-per-node 8 examples/finetune_trainer.py.
 """
 
 import os
@@ -11,6 +12,8 @@ import tempfile
 
 if not os.path.exists("/dev/nvidiactl"):
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: the same kernels, interpreted
+if "LOCAL_RANK" not in os.environ:  # on several GPUs Trainer would start threads, which autocast does not reach
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
 
 import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments

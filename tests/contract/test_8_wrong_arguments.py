@@ -963,7 +963,8 @@ def usual_mistakes() -> list[Callable[[], object]]:
     return [
         attend(q.float()), attend(slots=slots.long()), attend(q[None]), attend(zeros(8, 2, 576, dtype=half)),
         attend(zeros(2, 576, 8, dtype=half).transpose(1, 2)), step(tokens=3, lengths=3), step(4, 2), step(pages=8),
-        step(mla=keys), attend(cache=zeros(4, 4, 528, dtype=byte)), attend(zeros(2, 129, 576, dtype=half)),
+        attend(cache=zeros(4, 8, 656, dtype=byte)[:, ::2]), step(mla=keys), attend(cache=zeros(4, 4, 528, dtype=byte)),
+        attend(zeros(2, 129, 576, dtype=half)),
         lambda: jax.jit(lambda k: jax_api.select_topk(logits, ends, k=k))(2),
         lambda: jax_api.select_topk(torch.zeros(1, 8), ends, k=2), lambda: jax_api.read_mla_cache(None, ends),
         lambda: jax.eval_shape(lambda pools: jax_api.read_mla_cache(jax.new_ref(pools).at[0], ends), pools),
@@ -977,7 +978,8 @@ def test_the_messages_that_troubleshooting_explains() -> None:
     page = (Path(__file__).parents[2] / "docs/troubleshooting.md").read_text()
     _, table = page.split("## A call is refused\n")
     cells = [row.split(" | ")[0] for row in table.split("\nDerivatives:")[0].splitlines() if row.startswith("| ")][1:]
-    others = ("`jax.shard_map`", "JAX: ", "Flax: ", "`operation failed")  # errors of the frameworks
+    others = ("`jax.shard_map`", "`jax.export`", "JAX: ", "Flax: ", "`operation failed")  # errors of the frameworks
+    others += ("`q is DTensor",)  # needs a group of processes: tests/test_memory.py
     phrases = [cell.split("`")[1] for cell in cells if not cell.removeprefix("| ").startswith(others)]
     messages = []
     for call in usual_mistakes():

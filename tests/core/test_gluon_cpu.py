@@ -239,6 +239,20 @@ BELOW_THE_BOUND = SELECTION, row_of("just below the bound", 16384, 16384), H200
 SHORT = SELECTION, row_of("one bucket", 4096, 3001), H200
 NEGATIVE = SELECTION, row_of("steps below one octave", 8192, 8192), H200
 
+
+def ending_far_below(case: Case) -> Case:
+    """The case with the least end where the first token's keys do not start at the first one."""
+
+    def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
+        inputs = case.make(rng)
+        inputs["starts"][0], inputs["ends"][0] = 3, -(2**31)
+        return inputs
+
+    return replace(case, name=f"{case.name}-ending far below", make=make)
+
+
+OF_ROWS = registry()["indexer_block_logits"]
+BLOCKS_OF_ROWS = OF_ROWS, ending_far_below(OF_ROWS.cases[0]), HOPPER
 LOGITS_OF_SM100 = PAGED_LOGITS[0], with_a_missing_page(paged_case((9, 2600, 300, 0, 1, 130), 64, next_n=2)), SM100
 
 # Stages that are used three times over packed entries, and keys in splits, whose results are float16 on Hopper.
@@ -246,6 +260,7 @@ MORE = [
     (ATTENTION, make_case(2, 17, 330, 64, V32, with_lengths=True, with_sink=True), HOPPER),
     AT_PLACES,
     BLOCK_LOGITS,
+    BLOCKS_OF_ROWS,
     MANY_ROWS,
     HALF_EQUAL,
     FEW_NUMBERS,
@@ -842,6 +857,8 @@ PLANTED = [
     Planted(BLOCK_LOGITS, IN_BLOCKS, "gl.where(known, length - position, 0)", "gl.where(known, PIECE, 0)"),
     Planted(BLOCK_LOGITS, IN_BLOCKS, "+ column % C.GRANULARITY", ""),
     Planted(BLOCK_LOGITS, IN_BLOCKS, "if length >= num_columns:", "if length < num_columns:"),
+    Planted(BLOCKS_OF_ROWS, IN_BLOCKS, "row_range(starts_ptr, ends_ptr, token, num_keys, True)",
+            "gl.load(starts_ptr + token), gl.load(ends_ptr + token) - gl.load(starts_ptr + token)"),
     Planted(BLOCK_LOGITS, IN_BLOCKS, "range(tiles * KEYS + split", "range(tiles * KEYS + KEYS + split"),
     Planted(AT_PLACES, PLACES, "(key >= row_start) & (key < row_end)", "key >= row_start"),
     Planted(AT_PLACES, PLACES, "mask=place >= 0", "mask=key >= 0"),

@@ -31,6 +31,7 @@ from xmla.core.ops.indexer.indexer_logits.gluon_sm90.kernel import (
     sum_heads,
     swizzled,
 )
+from xmla.core.ops.selection.select_topk.gluon_sm90.kernel import row_range
 
 PIECE = gl.constexpr(8)  # adjacent keys
 PIECES = gl.constexpr(KEYS.value // PIECE.value)  # of a tile
@@ -273,8 +274,7 @@ def indexer_block_logits_sm90_kernel(
     wait_for_earlier(C.OVERLAP_LIMIT)
     row = gl.program_id(0) // splits
     token = first_row + row
-    start = gl.minimum(gl.maximum(gl.load(starts_ptr + token), 0), num_keys)
-    length = gl.maximum(gl.minimum(gl.load(ends_ptr + token), num_keys) - start, 0)
+    start, length = row_range(starts_ptr, ends_ptr, token, num_keys, True)
     keys_ptr = keys_ptr.to(gl.pointer_type(gl.uint8), bitcast=True) + offset_of(start, C.KEY_STRIDE)
     scales_ptr = (key_scales_ptr + start).to(gl.pointer_type(gl.uint8), bitcast=True)
     score_blocks(

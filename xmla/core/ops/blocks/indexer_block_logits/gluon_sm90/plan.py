@@ -93,8 +93,8 @@ def _small_blocks(problem: Problem, device: Device) -> str | None:
 
 
 def _small_pages(problem: Problem, device: Device) -> str | None:
-    paged = problem.has("cache")
-    return f"over pages of {problem['R']} keys" if paged and problem["R"] % PIECE.value else None
+    keys = problem.page_size() if problem.has("cache") else PIECE.value
+    return f"over pages of {problem['R']} keys" if keys % PIECE.value else None
 
 
 CONDITIONS = (
