@@ -108,7 +108,7 @@ def columns_of(WARPS: gl.constexpr, TILES: gl.constexpr):
 
 @gluon.jit
 def hidden(x):
-    """The same number, of which the compiler does not know that: what is added to it is not kept in registers."""
+    """A number of which the compiler does not know that it is `x`: what is added to it is not kept in registers."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -206,7 +206,7 @@ def kth_of_list(pairs, count, k, best, MOST: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def key_and_column(pair):
-    """Of a pair of a column and a value's bits."""
+    """A pair's value as an order key, and its column, from the value's bits and the column."""
     return order_key((pair >> 32).to(gl.int32).to(gl.float32, bitcast=True)), pair.to(gl.int32)
 
 
