@@ -13,7 +13,7 @@ import tempfile
 if not os.path.exists("/dev/nvidiactl"):
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: the same kernels, interpreted
 if "LOCAL_RANK" not in os.environ:  # on several GPUs Trainer would start threads, which autocast does not reach
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
 
 import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
