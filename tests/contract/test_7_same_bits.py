@@ -90,7 +90,7 @@ def test_the_ops_whose_bits_depend_on_addresses_say_so(record_property: Callable
     digests, answers = kept.changed("alignment", Path(alignment.__file__), *sorted(OPS.keys() - by_plan))
     record_property(kept.OLD, kept.old("alignment", digests))
     for arch in ARCHITECTURES:
-        assert sum(answer["sums"] > 0 and answer["arch"] == arch for answer in answers) > 4
+        assert sum(answer["sums"] > 0 and answer["arch"] == arch for answer in answers) > 1
     by_order = {answer["op"] for answer in answers if not answer["same"]}
     assert by_plan and by_order
     stated = {op.name for op in OPS.values() if STATED in " ".join(op.prototype.__doc__.split())}

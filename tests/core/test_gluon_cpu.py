@@ -859,7 +859,7 @@ PLANTED = [
     Planted(BLOCK_LOGITS, IN_BLOCKS, "if length >= num_columns:", "if length < num_columns:"),
     Planted(BLOCKS_OF_ROWS, IN_BLOCKS, "row_range(starts_ptr, ends_ptr, token, num_keys, True)",
             "gl.load(starts_ptr + token), gl.load(ends_ptr + token) - gl.load(starts_ptr + token)"),
-    Planted(BLOCK_LOGITS, IN_BLOCKS, "range(tiles * KEYS + split", "range(tiles * KEYS + KEYS + split"),
+    Planted(BLOCK_LOGITS, IN_BLOCKS, "place = tiles * KEYS", "place = tiles * KEYS + KEYS"),
     Planted(AT_PLACES, PLACES, "(key >= row_start) & (key < row_end)", "key >= row_start"),
     Planted(AT_PLACES, PLACES, "mask=place >= 0", "mask=key >= 0"),
     Planted(AT_PLACES, PLACES, "place * GRANULARITY + (key - row_start) % GRANULARITY",

@@ -650,6 +650,7 @@ def indexer_block_topk_paged(
         UnsupportedError: I > 128; workspace_bytes is too small for one token at a time, or for 1024 parts.
 
     DeepSeek-V4.1's index layers after the source select 512 keys of 2048 blocks of 8, whatever the context.
+    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
 
     Example:
         >>> q8, weights = xt.quantize_indexer_query(torch.ones((1, 2, 32)), torch.ones((1, 2)))

@@ -39,8 +39,9 @@ def indexer_block_logits(
         ArgumentError: A dtype, rank, axis, stride or attribute is wrong.
         UnsupportedError: I > 128.
 
-    Numerics as in `indexer_logits`; on Hopper the bits are those of the logits over all keys. DeepGEMM's
-    fp8_fp4_sparse_mqa_logits is the same function.
+    Numerics as in `indexer_logits`; on Hopper the bits are those of the logits over all keys.
+    Bits may differ between arrays whose first addresses differ modulo 16 bytes.
+    DeepGEMM's fp8_fp4_sparse_mqa_logits is the same function.
 
     Example:
         >>> q8, weights = ops.quantize_indexer_query(xp.ones((1, 3, 32)), xp.ones((1, 3)), scale=1.0)

@@ -47,8 +47,8 @@ def indexer_block_logits_kernel(
     weights = tl.load(weights_ptr + offset_of(token, QUERY.WEIGHT_STRIDE) + head, mask=head < HEADS, other=0.0)
     out_row = logits_ptr + offset_of(row, num_columns)
     # Programs take turns: columns without keys mostly follow those with keys.
-    for step in tl.range(0, tl.cdiv(tl.cdiv(num_columns, BLOCK_N) - split, splits)):
-        column = (split + step * splits) * BLOCK_N + tl.arange(0, BLOCK_N)
+    for tile in tl.range(split, tl.cdiv(num_columns, BLOCK_N), splits):
+        column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         position, wanted = entries_of_columns(blocks_row, column, num_columns, length, C.GRANULARITY)
         out = out_row + column[:, None] + tl.arange(0, 1)[None, :]
         if tl.max(wanted.to(tl.int32)) > 0:
@@ -115,8 +115,8 @@ def indexer_block_logits_paged_kernel(
     weights = tl.load(weights_ptr + offset_of(token, QUERY.WEIGHT_STRIDE) + head, mask=head < HEADS, other=0.0)
     out_row = logits_ptr + offset_of(row, num_columns)
     # Programs take turns: columns without keys mostly follow those with keys.
-    for step in tl.range(0, tl.cdiv(tl.cdiv(num_columns, BLOCK_N) - split, splits)):
-        column = (split + step * splits) * BLOCK_N + tl.arange(0, BLOCK_N)
+    for tile in tl.range(split, tl.cdiv(num_columns, BLOCK_N), splits):
+        column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         position, wanted = column, column < length
         if C.HAS_BLOCKS:
             position, wanted = entries_of_columns(blocks_row, column, num_columns, length, C.GRANULARITY)

@@ -248,8 +248,9 @@ def score_blocks(
 
     column = gl.arange(0, STEP, layout=WORDS)
     without = gl.full([STEP], float("-inf"), gl.float32, WORDS)
-    for first in range(tiles * KEYS + split * STEP, num_columns, splits * STEP):
-        gl.store(out_row + first + column, without, mask=first + column < num_columns)
+    for step in range(split, gl.cdiv(num_columns - tiles * KEYS, STEP), splits):
+        place = tiles * KEYS + step * STEP + column
+        gl.store(out_row + place, without, mask=place < num_columns)
 
 
 @gluon.jit
