@@ -1019,7 +1019,7 @@ def indexer_loss(
             index_weights is differentiated.
 
     A token is multiplied with its own columns; on Hopper, in bfloat16 and for I ≥ 17, with all keys of its range. With
-    indices that is from its least key to its greatest, where 2 · N − min(T, N) ≤ 4 · K. By columns the workspace is
+    indices that is from its least key to its greatest, where 2 · N − min(T, N) ≤ 6 · K. By columns the workspace is
     12 · T bytes, and (8 · D + 5) · N bytes for the sums of dindex_k. Without target there are 4 · K bytes more, without
     indices 4 · N, for each of at most T tokens and at least a 4096-th of them. By ranges it is 17 · T bytes, N / 64,
     and at most 4 · D · max(N, 65536) for the sums. For each of at most T tokens, and at least 64 or an 8192-th, there
