@@ -166,6 +166,17 @@ def test_a_selection_alone_starts_early() -> None:
     assert not any(launch.starts_early(first=True) for launch in step.active)
 
 
+def test_what_starts_early_is_the_only_launch_of_its_call() -> None:
+    """One after it might read the call's arguments before what wrote them has ended (core/lang/launches.py)."""
+    counts = set()
+    for op in registry().values():
+        for case in op.cases:
+            launches = kit.plan_of(op, case, H200).active
+            if any(launch.starts_early(first=True) for launch in launches):
+                counts.add(len(launches))
+    assert counts == {1}
+
+
 def test_launches_take_turns_where_nothing_waits() -> None:
     """Before Hopper, in the interpreter, and where a kernel does not wait."""
     ops = registry()

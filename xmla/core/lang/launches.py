@@ -6,6 +6,9 @@ gather on the SMs that are free first, unless they spread: `Launch.spreads`.) So
 it reads what launches before it wrote. It may read the call's own arguments sooner: the first launch of a call starts
 when everything before has ended. A launch that has ended has waited, so that all launches before it have ended too.
 With an OVERLAP_LIMIT of 0 launches take turns.
+
+A kernel that is PATIENT waits before it reads anything, so that as the first of a call it may start early as well. It
+is the only one of its call: one after it might read the call's arguments before what wrote them has ended.
 """
 
 import triton
