@@ -86,7 +86,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         seconds = Counter[str]()
         for kind in ("", "passed", "failed", "skipped"):  # setup and teardown that pass are of no kind
             for each in terminalreporter.stats.get(kind, []):
-                seconds[each.location[0]] += each.duration
+                if isinstance(each, pytest.TestReport):  # not a file that is skipped as a whole
+                    seconds[each.location[0]] += each.duration
         slowest = ", ".join(f"{file} {taken:.0f} s" for file, taken in seconds.most_common(25))
         terminalreporter.write_line(f"slowest files: {slowest}")
 

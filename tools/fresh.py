@@ -28,12 +28,14 @@ PROGRAMS |= {page.name: code for page in sorted((ROOT / "docs").glob("*.md")) if
 
 
 NAMES = "torch", "jax", "flax", "transformers"
+CALLS = {"cuda": "jax.export.export(", "flatbuffers": ".serialize()"}  # which need what they do not import
 
 
 def frameworks(code: str) -> set[str]:
-    """What a program imports, Flax too, which no extra brings."""
+    """What a program needs, Flax and flatbuffers too, which no extra brings."""
     lines = [line for line in code.splitlines() if re.match(r"\s*(import|from) ", line)]
-    return {name for name in NAMES if any(re.search(rf"\b{name}(_api)?\b", line) for line in lines)}
+    imported = {name for name in NAMES if any(re.search(rf"\b{name}(_api)?\b", line) for line in lines)}
+    return imported | {name for name, call in CALLS.items() if call in code}
 
 
 def run(command: Sequence[str | Path], folder: Path, **more: str) -> float:

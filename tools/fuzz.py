@@ -117,7 +117,7 @@ class Place:
         return raw.as_strided(self.shape, [s // self.dtype.itemsize for s in self.strides])
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Target:
     """What is fuzzed: an op's case, by the kernels chosen or by those of a name."""
 
@@ -125,7 +125,7 @@ class Target:
     case: Case
     implementation: str | None = None
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"{self.op.name}{f'@{self.implementation}' if self.implementation else ''}/{self.case.name}"
 
 
@@ -496,10 +496,10 @@ def check(laid: Arena, drawn: Drawn, after: np.ndarray) -> None:
             # With few valid slots an entry sums terms of order 1 of all heads: errors grow as the largest sum does.
             agreement = replace(agreement, absolute=agreement.absolute * terms + 2 * ROUNDED * largest(value))
         if isinstance(agreement, Tolerance):  # a probability, rounded, is a factor of a row, and there may be one row
+            cancels = op.outputs[name].agreement in CANCELLING or not largest(value)  # a cosine says nothing of zeros
             agreement = replace(agreement, factor=np.inf)
-        cancels = op.outputs[name].agreement in CANCELLING or not largest(value)  # a cosine says nothing of zeros
-        if cancels and largest(got.astype(np.float64) - value) < ROUNDED * terms:
-            agreement = replace(agreement, cosine=np.inf, in_bfloat16=None)
+            if cancels and largest(got.astype(np.float64) - value) < ROUNDED * terms:
+                agreement = replace(agreement, cosine=np.inf, in_bfloat16=None)
         assert_close(name, got, value, agreement, where)
 
 
