@@ -545,7 +545,6 @@ def work(names: list[str], first: int, begun: Any, state: Any, reports: Any) -> 
 
     `state` becomes [shape, batch, processor time before it, whether this worker has compiled the shape].
     """
-    torch.set_num_threads(1)
     shapes = shapes_of(names, first)
     compiled: set[int] = set()
     while True:
@@ -586,6 +585,7 @@ def fuzz(
     names: list[str], seconds: float, cases: int, workers: int, first: int
 ) -> tuple[Counter[int], dict[str, str], float]:
     """Cases run by shape, failures by name, and the seconds it took."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # of each worker, for NumPy and torch: a worker's threads would spin
     context = multiprocessing.get_context("spawn")
     reports, begun = context.Queue(), context.Value("q", 0)
     shapes = shapes_of(names, first)
