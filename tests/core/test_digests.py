@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import conftest
 import pytest
@@ -145,8 +146,15 @@ def test_a_run_names_what_it_compiles_again(
     file_of("part").write_text(json.dumps({"a": "1", "b": "2", "gone": "3"}))
     said = [kept.old(*check) for check in (("new", {"a": "1"}), ("part", {"a": "1", "b": "4"}), ("part", {"a": "1"}))]
     assert said == ["new (1 of 1, such as a)", "part (1 of 2, such as b)", ""]
-    reports = [SimpleNamespace(user_properties=[(kept.OLD, text)], location=("x.py",), duration=2.0) for text in said]
-    terminal = SimpleNamespace(stats={"passed": reports[:2], "failed": reports[2:]}, write_line=print)
+    test: dict[str, Any] = {"nodeid": "x.py::test", "location": ("x.py", 1, "test"), "keywords": {}, "when": "call"}
+    reports = [
+        pytest.TestReport(**test, outcome="passed", longrepr=None, user_properties=[(kept.OLD, text)], duration=2)
+        for text in said
+    ]
+    skipped = pytest.CollectReport("y.py", "skipped", ("y.py", 1, "needs Hopper"), [])  # a file, which takes no time
+    terminal = SimpleNamespace(
+        stats={"passed": reports[:2], "failed": reports[2:], "skipped": [skipped]}, write_line=print
+    )
     for durations in (None, 25):
         config = SimpleNamespace(option=SimpleNamespace(durations=durations))
         conftest.pytest_terminal_summary(terminal, config)
