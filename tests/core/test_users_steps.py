@@ -132,8 +132,8 @@ def test_selections_of_an_earlier_layer_over_a_small_pool() -> None:
 
 def test_prompts_whose_keys_are_more_than_a_context() -> None:
     """Keys of several prompts are gathered after one another; a selection's last part has few tokens."""
-    config = ModelConfig(k=2048, workspace_bytes=1 << 23, **SIZES | {"max_lens": (100,), "prefill_tokens": (8192,)})
-    for tokens in range(2049, 8192, 113):
+    config = ModelConfig(k=2048, workspace_bytes=1 << 23, **SIZES | {"max_lens": (100,), "prefill_tokens": (4096,)})
+    for tokens in range(2049, 4096, 37):
         keys = empty(tokens, 128, dtype=torch.float8_e4m3fn)
         arrays = (
             empty(tokens, 64, 128, dtype=keys.dtype), floats(tokens, 64), keys, floats(tokens), integers(tokens),
