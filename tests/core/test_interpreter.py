@@ -389,3 +389,17 @@ def test_what_interrupts_an_op() -> None:
         [sys.executable, "-c", INTERRUPTED], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0 and done.stdout == f"{REFUSED}\n", done
+
+
+@pytest.mark.parametrize("shape", [(16, 16, 16), (64, 512, 64), (2, 128, 576, 64), (1, 2048, 256)], ids=str)
+def test_products_are_of_rows_that_take_no_threads(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below 2**18 multiplications each, or of one row; the values are those of the whole product."""
+    *batch, m, k, n = shape
+    rng = np.random.default_rng(0)
+    a, b = (rng.integers(-8, 9, (*batch, *sizes)).astype(np.float64) for sizes in ((m, k), (k, n)))
+    want, parts = a @ b, []
+    multiply = np.matmul
+    monkeypatch.setattr(np, "matmul", lambda x, y: [parts.append(x.shape), multiply(x, y)][1])
+    np.testing.assert_array_equal(interpreter._matmul(a, b), want)
+    ((*_, rows, _),) = parts
+    assert rows == 1 or rows * k * n < 1 << 18
