@@ -14,11 +14,12 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # a worker to a core: threads of NumPy and torch spin where others work
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-if "XMLA_TEST_GPUS" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:  # workers take these GPUs in turn
-    gpus = os.environ["XMLA_TEST_GPUS"].split(",")
-    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) % len(gpus)]
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of NumPy and torch spin where other workers compute
+    if "XMLA_TEST_GPUS" in os.environ:  # workers take these GPUs in turn
+        gpus = os.environ["XMLA_TEST_GPUS"].split(",")
+        worker = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[worker % len(gpus)]
 # Tests start a hundred processes, each of which would compile the package's Python again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
