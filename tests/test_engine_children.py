@@ -269,6 +269,9 @@ def test_options_of_vllm() -> None:
     ranks, drafts = (Vllm.engines[f"xmla-{name}"].arguments(()) for name in ("keys", "drafts-3"))
     assert ranks["tensor_parallel_size"] == ranks["decode_context_parallel_size"] == 2
     assert drafts["speculative_config"] == {"method": "mtp", "num_speculative_tokens": 3}
+    adaptive = Vllm.engines["v41-xmla-dspark-adaptive"].arguments((4, 8))
+    told = {"method": "dspark", "num_speculative_tokens": 3, "enable_adaptive_verification": True}
+    assert adaptive["speculative_config"] == told
     assert Vllm.engines["xmla"].environment() == {"VLLM_PLUGINS": "xmla"}
     assert Vllm.engines["own"].arguments(()) == {
         "attention_backend": "FLASHMLA_SPARSE", "kv_cache_dtype": "fp8", "enforce_eager": True
@@ -317,7 +320,7 @@ def test_a_model_of_v4_has_the_names_that_sglang_reads(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("module", [vllm, sglang], ids=["vllm", "sglang"])
 def test_models_are_made(module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """V3.2's has a layer that drafts; vLLM's of other kinds, too."""
+    """V3.2's has a layer that drafts, and vLLM's of V4 and V4.1 DSpark."""
     for kind in ("", "_V4", "_V41", "_GLM"):
         monkeypatch.setattr(models, f"LARGE{kind}", getattr(models, f"TINY{kind}"))
     made = {}
@@ -327,6 +330,8 @@ def test_models_are_made(module: ModuleType, monkeypatch: pytest.MonkeyPatch, tm
         made[kind] = json.loads((tmp_path / kind / "config.json").read_text())
     assert made["v32"]["num_nextn_predict_layers"] == 1
     assert ("moe_layer_freq" in made["v32"]) == (module is sglang)
+    drafters = {kind: config.get("text_config", config).get("n_mtp_layers") for kind, config in made.items()}
+    assert {kind for kind, stages in drafters.items() if stages == 2} == made.keys() & {"v4", "v41"}
     assert all(config["model_type"].startswith(("deepseek_v", "glm5")) for config in made.values())
 
 

@@ -464,7 +464,7 @@ def test_verdicts(adapter: Adapter) -> None:
     )
     for name in adapter.near:
         pair = next((one, other) for one, other in adapter.pairs if one.startswith(name))
-        if not adapter.engines[pair[0]].drafts or adapter.name == "vllm":
+        if not adapter.engines[pair[0]].drafts:
             assert [verdicts(adapter, {pair: beside(likely=share)}) for share in (0.9, 0.89)] == [[True], [False]]
 
 
@@ -485,6 +485,16 @@ def test_verdicts_of_vllm() -> None:
     for logprob, equal in ((-1.0, True), (-1.0 - 2**-20, False)):
         ran = {"xmla_invariant": fused, "xmla_invariant_alone": fused | {"answers": answer_of(logprob)}}
         assert verdicts(Vllm(), alone, "0.33.0", **ran) == [*[True] * 4, equal]
+
+
+@pytest.mark.parametrize("name", ["xmla-drafts", "v4-xmla-dspark", "v41-xmla-dspark"])
+def test_verdicts_of_vllm_with_drafts(name: str) -> None:
+    """The most likely tokens are those without drafts, in fewer steps."""
+    other = next(other for one, other in Vllm.pairs if one == name)
+    for steps, likely, right in ((39, 0.9, [True, True]), (39, 0.89, [True, False]), (44, 0.9, [False, True])):
+        ran = {name: answered(name, steps=steps), other: answered(other)}
+        found = Vllm().verdicts({(name, other): beside(likely=likely)}, ran, "0.33.0")
+        assert [value for what, value in found.items() if what.startswith(f"{name} ")] == right
 
 
 def test_verdicts_of_sglang() -> None:

@@ -40,6 +40,11 @@ class Vllm(Adapter):
         ("xmla-invariant", "xmla"), *((f"xmla-invariant-{name}", "xmla-invariant") for name in ("alone", "drafts")),
         ("v4-own-chunks", "v4-own"), ("v4-xmla-chunks", "v4-xmla"), ("v4-xmla", "v4-own"), ("v4-own-graphs", "v4-own"),
         ("v4-xmla-graphs", "v4-xmla"), ("v4-xmla-profiled", "v4-xmla"),
+        *((f"{kind}-xmla-dspark", f"{kind}-xmla") for kind in ("v4", "v41")),
+        *(
+            (f"{kind}-xmla-dspark-{name}", f"{kind}-xmla-dspark")
+            for kind in ("v4", "v41") for name in ("graphs", "adaptive")
+        ),
         ("xmla-fp4", "own-bf16"), ("xmla-fp4", "xmla"), ("xmla-fp4-graphs", "xmla-fp4"),
         ("v41-fp4-xmla", "v41-xmla"), ("v41-fp4-xmla-graphs", "v41-fp4-xmla"),
         ("own-long-chunks", "own-long"), ("xmla-long", "own-long"),
@@ -74,8 +79,15 @@ class Vllm(Adapter):
         }
 
     def holds_beside(self, found: Pairs, answers: Answers) -> dict[str, bool]:
-        return {
+        same = {
             f"{name} has the bits of {other}": answers[name]["answers"] == answers[other]["answers"]
             for name, other in found
             if other == "xmla-invariant"
         }
+        # Drafts that are never accepted would leave as many steps.
+        accepted = {
+            f"{name} has fewer steps than {other}": answers[name]["steps"] < answers[other]["steps"]
+            for name, other in found
+            if ENGINES[name].drafts and not ENGINES[other].drafts
+        }
+        return same | accepted

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.engines import calls
+from benchmarks.engines import calls, models
 from benchmarks.engines.cases import numbers
 from benchmarks.engines.processes import locked
 from benchmarks.engines.served import (
@@ -251,7 +251,13 @@ def measured(name: str, model: Path, contexts: list[int], counts: list[int]) -> 
     yield StartedVllm(start_for(name, model, contexts, counts))
 
 
-app = commands(load, measured)
+def add_drafter(folder: Path, kind: str) -> None:
+    """Add the drafter that V4's and V4.1's checkpoints have."""
+    if kind in ("v4", "v41"):
+        models.add_dspark(folder)
+
+
+app = commands(load, measured, add_drafter)
 
 
 @app.command()

@@ -23,6 +23,7 @@ LONG_V4: dict[str, Any] = {"kind": "v4", "joins": {"525497": 0, "40": 12}, "max_
 # Of V4.1 one with more entries than the blocks of the source layer have.
 V41: dict[str, Any] = {"kind": "v41", "joins": JOINS | {"24000": 0}, "max_len": 32768, "cache_gib": 2}
 FP4: dict[str, Any] = {"cache": "nvfp4_ds_mla"}  # on Hopper vLLM's own kernels have none
+DSPARK: dict[str, Any] = {"drafter": "dspark", "drafts": 3}
 GLM: dict[str, Any] = {"kind": "glm", "cache": "auto", "cache_gib": 2}
 
 
@@ -32,13 +33,15 @@ class Engine(AnyEngine):
 
     `keys`: ranks share the keys too. It is asked `joins`. If `cache_gib` is 0, vLLM's memory profile, which captures
     graphs too, says how large the cache is: it needs the GPU alone. `invariant`: vLLM is asked for the same bits in any
-    batch, of at most `requests`.
+    batch, of at most `requests`. `adaptive`: the device decides how many of the drafts are verified, in graphs alone.
     """
 
     cache: str = "fp8"
     sizes: tuple[int, ...] = ()
     compiled: bool = False
     keys: bool = False
+    drafter: str = "mtp"
+    adaptive: bool = False
     joins: Mapping[str, int] = field(default_factory=lambda: JOINS)
     max_len: int = 8192
     cache_gib: int = 1
@@ -59,7 +62,9 @@ class Engine(AnyEngine):
             given |= {"tensor_parallel_size": self.ranks, "disable_custom_all_reduce": True}
             given |= {"decode_context_parallel_size": self.ranks if self.keys else 1}
         if self.drafts:
-            given["speculative_config"] = {"method": "mtp", "num_speculative_tokens": self.drafts}
+            given["speculative_config"] = {"method": self.drafter, "num_speculative_tokens": self.drafts}
+            if self.adaptive:
+                given["speculative_config"] |= {"enable_adaptive_verification": True}
         if self.kind == "v4":
             given["block_size"] = 256
         if self.kind == "glm":  # the other is a kernel of a package that tests do without
@@ -73,6 +78,7 @@ class Engine(AnyEngine):
 # Steps of JOINS have 1 to 5 tokens, or 44 when the last joins: `graphs` pads none of them, so that all its products
 # have the shapes of an eager step; `padded` pads most.
 EXACT, PADDED = (1, 2, 3, 4, 5, 44), (8, 64)
+VERIFIED = 4, 8, 12, 16, 20  # tokens of 1 to 5 requests with three drafts each
 own, xmla = partial(Engine, plugin=False), partial(Engine, plugin=True)
 ENGINES = {
     "own": own(), "own-bf16": own(cache="auto"), "own-chunks": own(chunk=768), "own-graphs": own(sizes=EXACT),
@@ -95,6 +101,10 @@ ENGINES = {
     "v41-own": own(**V41), "v41-own-chunks": own(chunk=768, **V41), "v41-own-graphs": own(sizes=EXACT, **V41),
     "v41-xmla": xmla(**V41), "v41-xmla-graphs": xmla(sizes=EXACT, **V41),
     "v41-xmla-profiled": xmla(sizes=EXACT, **V41 | {"cache_gib": 0}),
+    "v4-xmla-dspark": xmla(kind="v4", **DSPARK), "v4-xmla-dspark-graphs": xmla(kind="v4", **DSPARK, sizes=VERIFIED),
+    "v4-xmla-dspark-adaptive": xmla(kind="v4", **DSPARK, sizes=VERIFIED, adaptive=True),
+    "v41-xmla-dspark": xmla(**V41, **DSPARK), "v41-xmla-dspark-graphs": xmla(**V41, **DSPARK, sizes=VERIFIED),
+    "v41-xmla-dspark-adaptive": xmla(**V41, **DSPARK, sizes=VERIFIED, adaptive=True),
     "xmla-fp4": xmla(**FP4), "xmla-fp4-graphs": xmla(sizes=EXACT, **FP4), "v41-fp4-xmla": xmla(**V41, **FP4),
     "v41-fp4-xmla-graphs": xmla(sizes=EXACT, **V41, **FP4),
     "glm-own": own(**GLM), "glm-own-chunks": own(**GLM, chunk=768), "glm-own-graphs": own(**GLM, sizes=EXACT),
