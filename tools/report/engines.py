@@ -54,12 +54,13 @@ def alike(lines: list[Line]) -> list[str]:
     """How far apart the answers of each pair of engines are, by prompt; a table for each set of prompts."""
     markdown: list[str] = []
     pairs = sorted((line for line in lines if "mean_abs_logprob" in line), key=lambda pair: max(pair["prompt"]))
-    for prompts, of_prompts in groupby(pairs, key=lambda pair: pair["prompt"]):
+    for prompts, of_prompts in groupby(pairs, key=lambda pair: sorted(pair["prompt"], reverse=True)):
         markdown += [""] if markdown else []
         rows = []
         for pair in of_prompts:
-            figures = zip(pair["mean_abs_logprob"], pair["same_likely"], pair["equal_tokens"], strict=True)
-            cells = [f"{apart:.4f}, {same:.1%}, {equal} of {pair['new_tokens']}" for apart, same, equal in figures]
+            columns = pair["prompt"], pair["mean_abs_logprob"], pair["same_likely"], pair["equal_tokens"]
+            figures = sorted(zip(*columns, strict=True), reverse=True)
+            cells = [f"{apart:.4f}, {same:.1%}, {equal} of {pair['new_tokens']}" for _, apart, same, equal in figures]
             rows.append([pair["engine"], pair["beside"], *cells])
         markdown += table(["engine", "beside", *(f"{prompt:,} tokens" for prompt in prompts)], rows)
     return markdown
