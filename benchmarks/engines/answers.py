@@ -53,7 +53,7 @@ def equal_before(tokens: list[int], others: list[int]) -> int:
 
 
 def difference(answers: Answers, others: Answers) -> Figures:
-    """Mean distance of log-probabilities, share of equal most likely tokens, equal new tokens; longest prompts first."""
+    """Mean distance of log-probabilities, share of equal most likely tokens, equal new tokens; long prompts first."""
     found: Figures = {"prompt": [], "mean_abs_logprob": [], "same_likely": [], "equal_tokens": []}
     for length in sorted(answers, key=int, reverse=True):
         answer, other = answers[length], others[length]
