@@ -227,8 +227,11 @@ class Shared:
 class Words:
     """The shared memory that a piece of PTX is given: 32-bit words of the descriptors among its operands."""
 
-    def __init__(self, given: Sequence[Shared]) -> None:
-        self.given, self.memory = given, given[0].cta.memory.view(np.uint32)
+    def __init__(self, cta: "Cta", given: Sequence[Shared]) -> None:
+        self.cta, self.given, self.memory = cta, given, cta.memory.view(np.uint32)
+
+    def fence(self) -> None:
+        self.cta.fenced = True
 
     def _check(self, addresses: np.ndarray) -> np.ndarray:
         inside = np.zeros(addresses.shape, bool)
@@ -448,6 +451,7 @@ class Cta:
         self.written_at = np.full(granules, NEVER, np.int64)
         self.read_at = np.zeros((ACTORS, granules), np.int32)
         self.meetings = 1  # of all CTAs of a cluster
+        self.fenced = False  # whether what was written is there for the cluster, once all meet
         self.written_since = np.zeros(granules, np.int32)  # which meeting
         self.read_by_others_since = np.zeros(granules, np.int32)
         self.places: dict[tuple[int, int], str] = {}
@@ -510,8 +514,15 @@ class Cta:
             self._refuse("writes beside the read", reader, int(reads[reader, first]))
         if (self.read_by_others_since[granules] == self.meetings).any():
             raise Fault(f"{place()}: writes beside a read of other CTAs")
+        self.fenced = False
         self.written_by[granules], self.written_at[granules] = actor, step
         self.written_since[granules] = self.meetings
+
+    def meet(self) -> None:
+        """A barrier of the cluster that orders nothing itself."""
+        if not self.fenced:
+            raise Fault(f"{place()}: CTAs meet without a fence after what they have written")
+        self.meetings += 1
 
     def read_of_others(self, memory: Shared) -> None:
         """A read of the parts of other CTAs, beside that of one's own."""

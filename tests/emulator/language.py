@@ -38,7 +38,7 @@ from emulator.cta import (
     place,
 )
 from emulator.tensors import NUMPY, Tensor, layout_of, tensor, unified
-from xmla.core.lang.gluon import async_copy
+from xmla.core.lang.gluon import async_copy, cluster
 from xmla.core.plan import Launch
 
 
@@ -292,7 +292,7 @@ def inline_asm(
     for each in shared:
         _running.cta.write(each, *step)
     text = asm((), tuple(tuple(f"${next(names)}" for _ in group) for group in groups))
-    ptx.run(text, 0, [bits for group in groups for bits in group], _running.memory.add, Words(shared))
+    ptx.run(text, 0, [bits for group in groups for bits in group], _running.memory.add, Words(_running.cta, shared))
 
 
 # Control.
@@ -318,6 +318,13 @@ def num_programs(axis: int) -> Tensor:
 
 def warp_specialize(functions: Sequence[Any], warps: Sequence[int], registers: Sequence[int]) -> None:
     _running.cta.specialize(functions, warps)
+
+
+def barrier_of_cluster(relaxed: bool = False) -> None:
+    """A barrier of the cluster, after a fence of its own if it is relaxed."""
+    if not relaxed:
+        _running.cta.fenced = True
+    _running.cta.meet()
 
 
 def barrier(cluster: bool = False) -> None:
@@ -356,13 +363,14 @@ _BLACKWELL = types.SimpleNamespace(
     allocate_tensor_memory=allocate_tensor_memory, tcgen05_mma=tcgen05_mma, tcgen05_commit=tcgen05_commit,
     TensorMemoryLayout=blackwell.TensorMemoryLayout,
 )  # fmt: skip
+_CLUSTER = types.SimpleNamespace(barrier=barrier_of_cluster)
 _IN_PLACE_OF = {
     id(original): ours
     for original, ours in (
         (gl, _GL), (tl, _GL), (hopper.mbarrier, _MBARRIER), (async_copy, _ASYNC_COPY),
         (hopper.fence_async_shared, lambda: _partition().fence()), (hopper.warpgroup_mma, warpgroup_mma),
         (hopper.warpgroup_mma_wait, warpgroup_mma_wait), (ampere.mma_v2, mma_v2), (cuda.gdc_wait, nothing),
-        (blackwell, _BLACKWELL), (cuda.gdc_launch_dependents, nothing),
+        (blackwell, _BLACKWELL), (cuda.gdc_launch_dependents, nothing), (cluster, _CLUSTER),
     )
 }  # fmt: skip
 

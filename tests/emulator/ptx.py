@@ -222,6 +222,7 @@ class SharedMemory(Protocol):
 
     def put(self, addresses: np.ndarray, words: np.ndarray) -> None: ...
     def add(self, addresses: np.ndarray, words: np.ndarray) -> np.ndarray: ...
+    def fence(self) -> None: ...
 
 
 def run(
@@ -252,8 +253,8 @@ def run(
                 raise ValueError(f"{statement}: addresses between multiples of 16 bytes")
             for i, name in enumerate(names):
                 add(addresses + 4 * i, threads.read(name.strip(), F32)[affected])
-        elif opcode == "st.shared.v2.b32":
-            addresses, names = threads.address(arguments[0], U32)[affected], arguments[1][1:-1].split(",")
+        elif opcode in ("st.shared.b32", "st.shared.v2.b32"):
+            addresses, names = threads.address(arguments[0], U32)[affected], arguments[1].strip("{}").split(",")
             for i, name in enumerate(names):
                 shared.put(addresses + np.uint32(4 * i), threads.read(name.strip(), U32)[affected])
         elif opcode == "atom.shared.add.u32":
@@ -262,6 +263,8 @@ def run(
                 threads.address(arguments[1], U32)[affected], threads.read(arguments[2], U32)[affected]
             )
             threads.write(arguments[0], old, affected)
+        elif opcode == "fence.release.sync_restrict::shared::cta.cluster":
+            shared.fence()
         elif opcode != "prefetch.global.L2":
             dtypes, compute = INSTRUCTIONS[opcode]
             sources = [threads.read(text, dtype) for text, dtype in zip(arguments[1:], dtypes, strict=True)]

@@ -7,9 +7,12 @@ from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-__all__ = ["add", "async_copy", "gl", "gluon"]
+__all__ = ["add", "async_copy", "cluster", "gl", "gluon"]
+
+cluster = getattr(hopper, "cluster", None)  # kernels of clusters need Triton 3.9
 
 
 def _provide(owner: Any, name: str, before: str) -> None:
