@@ -151,25 +151,30 @@ def load_keys(row_ptr, column, ok):
 def choose_in_row(row_ptr, length, guess, out, k, TILE: tl.constexpr):
     """Write the columns of the k largest of a row's elements, of which there are more than k.
 
-    The key of the k-th is looked for in an interval that is at first that of all of the row, or ends at `guess`, the
-    key itself where many elements equal it. Each reading divides it by four, until no more than k reach it, or it is
-    one key.
+    Where many elements equal the value `guess`, it is often the k-th: a first reading counts those that reach it, and
+    that exceed it. Otherwise the key of the k-th is looked for in an interval that is at first that of all of the row,
+    or ends at the guess. Each reading divides it by four, until no more than k reach it, or it is one key.
     """
     offs = tl.arange(0, TILE)
-    least, most = tl.full([TILE], 0xFFFFFFFF, tl.uint32), tl.zeros([TILE], tl.uint32)
     reach_guess, reach_more = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32)
     for base in tl.range(0, length, TILE):
-        column = base + offs
-        keys = load_keys(row_ptr, column, column < length)
-        most = tl.maximum(most, keys)
-        least = tl.minimum(least, tl.where(column < length, keys, 0xFFFFFFFF))
-        reach_guess += (keys >= guess).to(tl.int32)
-        reach_more += (keys > guess).to(tl.int32)
-    low, reached = tl.min(least), length  # elements that reach `low`
-    high, beyond = tl.max(most) + 1, 0  # and `high`, which are fewer than k
-    for trial in tl.static_range(2):
-        count = tl.sum(reach_guess if trial == 0 else reach_more)
-        low, reached, high, beyond = narrowed(low, reached, high, beyond, guess + trial, count, k)
+        x = tl.load(row_ptr + base + offs, mask=base + offs < length, other=float("nan")).to(tl.float32)
+        reach_guess += (x >= guess).to(tl.int32)
+        reach_more += (x > guess).to(tl.int32)
+    reach_guess, reach_more = tl.sum(reach_guess), tl.sum(reach_more)
+    low, reached = order_key(guess), reach_guess  # elements that reach `low`
+    high, beyond = low + 1, reach_more  # and `high`, which are fewer than k
+    if (reach_guess < k) | (reach_more >= k):
+        least, most = tl.full([TILE], 0xFFFFFFFF, tl.uint32), tl.zeros([TILE], tl.uint32)
+        for base in tl.range(0, length, TILE):
+            column = base + offs
+            keys = load_keys(row_ptr, column, column < length)
+            most = tl.maximum(most, keys)
+            least = tl.minimum(least, tl.where(column < length, keys, 0xFFFFFFFF))
+        if reach_guess < k:
+            low, reached, high, beyond = tl.min(least), length, low, reach_guess
+        else:
+            low, reached, high, beyond = high, reach_more, tl.max(most) + 1, 0
     while (high - low > 1) & (reached > k):
         part, start = (high - low + 3) // 4, low
         reach_first, reach_second = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32)

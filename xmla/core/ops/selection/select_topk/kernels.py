@@ -174,14 +174,14 @@ def select_row(
     else:
         row_ptr = logits_ptr + offset_of(row, row_stride) + start
         if SEGMENTS == 0:
-            choose_in_row(row_ptr, length, tl.full([], KEY_OF_MINUS_INF, tl.uint32), out, k, TILE)
+            choose_in_row(row_ptr, length, tl.full([], float("-inf"), tl.float32), out, k, TILE)
         elif PIECE:
             counts = tl.load(counts_ptr + offset_of(row, SEGMENTS) + tl.arange(0, SEGMENTS))
             threshold = tl.load(thresholds_ptr + row)
             total = tl.sum(counts)
             ends = tl.cumsum(tl.cdiv(counts, PIECE))
             if (tl.max(ends) > CAPACITY // PIECE) | (total < k):
-                choose_in_row(row_ptr, length, order_key(tl.load(thresholds_ptr + row)), out, k, TILE)
+                choose_in_row(row_ptr, length, tl.load(thresholds_ptr + row), out, k, TILE)
             else:
                 candidates = as_packed(candidates_ptr) + offset_of(row, SEGMENTS * CAPACITY)
                 choose_pieces(candidates, ends, threshold, total, out, k, SEGMENTS, CAPACITY, PIECE, C.TRIALS)
@@ -189,7 +189,7 @@ def select_row(
             counts_row = counts_ptr + offset_of(row, SEGMENTS)
             total = tl.sum(tl.load(counts_row + tl.arange(0, SEGMENTS)))
             if (total > CAPACITY) | (total < k):
-                choose_in_row(row_ptr, length, order_key(tl.load(thresholds_ptr + row)), out, k, TILE)
+                choose_in_row(row_ptr, length, tl.load(thresholds_ptr + row), out, k, TILE)
             else:
                 candidates = as_packed(candidates_ptr) + offset_of(row, SEGMENTS * CAPACITY)
                 choose_candidates(candidates, counts_row, total, out, k, SEGMENTS, CAPACITY, CAPACITY, C.WARPS)
