@@ -26,7 +26,6 @@ from xmla.core.ops.indexer.indexer_logits_paged.cases import make_case as paged_
 from xmla.core.ops.indexer.indexer_topk.cases import make_case as topk_case
 from xmla.core.ops.layer.dsa_attention.plan import FUSIONS
 from xmla.core.ops.selection.select_topk.cases import make_case as selection_case
-from xmla.core.ops.selection.select_topk.gluon_sm90_cluster import plan as cluster_plan
 from xmla.core.plan import Plan, fuse
 from xmla.core.registry import registry
 from xmla.core.values import B200, H200, RTX_PRO_6000, Device, Spec
@@ -159,15 +158,6 @@ TIED = SELECTION, within_wider_rows(selection_case(3, 9001, 512, "ties", with_st
 FEW_NUMBERS = SELECTION, selection_case(2, 9001, 700, "NaN"), HOPPER
 
 
-def just_below_the_bound() -> np.ndarray:
-    """A row of 16384 columns of which 2048 reach the bound, 256 in each CTA, while others share the bin of the last."""
-    below_greatest = np.concatenate([[1204, 1200], np.linspace(0, 1195, 255), np.linspace(1210, 4095, 255)])
-    keys = np.float32(2).view(np.int32) - 1 - below_greatest.astype(np.int32)
-    values = np.full((2, 8, 256, 4), -100, np.float32)  # of tiles, CTAs, threads
-    values[..., 0] = keys.view(np.float32).reshape(2, 1, 256)
-    return values.reshape(16384)
-
-
 def row_of(kind: str, columns: int, length: int, k: int = 2048, starts: bool = False) -> Case:
     """A selection of two rows, one of which is shorter, of values of one kind."""
 
@@ -187,6 +177,12 @@ def row_of(kind: str, columns: int, length: int, k: int = 2048, starts: bool = F
             values = np.where(values < 0, np.float32(-0.0), np.float32(0.0))
         elif kind == "NaN":
             values[:, np.arange(columns) % 50 > 0] = np.nan
+        elif kind == "one warp":  # all threads of one warp have more than the k-th, which is one of two adjacent keys
+            values[...] = -1 - np.float32(2.0**-23) * (np.arange(columns) % 3 == 0)
+            for column in range(896, 1024, 4):
+                values[:, column:8192:1024] = 5
+        elif kind == "some NaN":
+            values[:, ::33] = np.nan
         elif kind == "infinite":
             values[np.abs(values) > 1] *= np.inf
         elif kind == "subnormal":
@@ -205,8 +201,12 @@ def row_of(kind: str, columns: int, length: int, k: int = 2048, starts: bool = F
         elif kind == "steps below one octave":  # the k-th is far below the greatest, one of two adjacent keys
             values[...] = -1 - np.float32(2.0**-23) * (np.arange(columns) % 3 == 0)
             values[:, :9] = 1e9
-        elif kind == "just below the bound":
-            values[...] = just_below_the_bound()
+        elif kind == "all octaves":  # a fifth of them, above two adjacent keys of which one is the k-th
+            above = rng.permuted(np.arange(columns) % 5 == 0)
+            tiny = np.where(np.arange(columns) % 3 == 0, np.float32(3e-45), np.float32(1e-45))
+            values = np.where(above, np.exp2(rng.uniform(-120, 127, values.shape)), tiny)
+        elif kind == "levels":  # of ever narrower bins
+            values = np.where(rng.random(values.shape) < 0.3, np.exp2(20 * values), 1 + 1e-5 * values)
         inputs = {"logits": values.astype(np.float32), "ends": np.array([length, columns], np.int32)}
         return inputs | ({"starts": np.array([3, -1], np.int32)} if starts else {})
 
@@ -221,11 +221,18 @@ CLUSTERS = [
         for columns, length in ((16384, 9001), (4096, 3001))
     ),
     row_of("sparse", 16000, 7 * 1024 + 1),
-    row_of("just below the bound", 16384, 16384),
+    row_of("one warp", 16384, 16384),
     row_of("steps below one octave", 8192, 8192),
     *(row_of(kind, 8192, 6001) for kind in ("outliers", "masked", "heavy tail", "two values")),
+    *(
+        row_of(kind, columns, 2900)
+        for kind in ("normal", "few values", "one bucket", "NaN")
+        for columns in (3001, 8192)
+    ),
     *(row_of(kind, 8192, 6001) for kind in ("normal", "constant", "NaN")),
+    *(row_of(kind, columns, columns) for kind in ("all octaves", "levels") for columns in (4096, 8192, 16384)),
     row_of("outliers", 5000, 4999, 33),
+    row_of("some NaN", 1024, 1024, 1000),  # of which some are chosen
     row_of("normal", 700, 600, 512),
     row_of("infinite", 2051, 2049),
     row_of("normal", 4095, 4095, starts=True),
@@ -235,9 +242,10 @@ CLUSTERS = [
     row_of("NaN", 100000, 2049),
 ]
 CLUSTER = SELECTION, row_of("one bucket", 16384, 9001), H200
-BELOW_THE_BOUND = SELECTION, row_of("just below the bound", 16384, 16384), H200
 SHORT = SELECTION, row_of("one bucket", 4096, 3001), H200
-NEGATIVE = SELECTION, row_of("steps below one octave", 8192, 8192), H200
+OCTAVES = SELECTION, row_of("all octaves", 8192, 8192), H200
+MISSED_BY_CLUSTER = SELECTION, row_of("one warp", 16384, 16384), H200
+SOME_NAN = SELECTION, row_of("some NaN", 1024, 1024, 1000), H200
 
 
 def ending_far_below(case: Case) -> Case:
@@ -556,14 +564,6 @@ def test_clusters_map_what_they_select(k: int, columns: int, rows: int, page: in
     assert all(map(np.array_equal, got, want))
 
 
-@pytest.mark.parametrize("columns", [3001, 8192])
-@pytest.mark.parametrize("kind", ["normal", "constant", "few values", "one bucket", "NaN", "steps below one octave"])
-def test_many_short_rows(kind: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the shapes that more rows than these are given."""
-    monkeypatch.setattr(cluster_plan, "FEW_ROWS", 1)
-    agrees(SELECTION, row_of(kind, columns, 2900), replace(H200, name="of many rows"))
-
-
 def test_every_implementation_has_a_case() -> None:
     plans = [plan for op, case, device in CASES if (plan := plan_of(op, case, device)) is not None]
     run = {(choice.op, choice.implementation) for plan in plans for choice in plan.choices}
@@ -606,15 +606,18 @@ RAGGED, PAGED = (
 )
 
 PLANTED = [
-    Planted(CLUSTER, CLUSTERED, "tops.store(top)\n    gl.barrier(cluster=True)", "tops.store(top)"),
-    Planted(CLUSTER, CLUSTERED, "gl.barrier(cluster=True)\n        EACH", "EACH"),
-    Planted(CLUSTER, CLUSTERED, "gl.barrier(cluster=True)\n    for each", "for each"),
+    Planted(CLUSTER, CLUSTERED, "tops.store(top)\n    meet()", "tops.store(top)"),
+    Planted(CLUSTER, CLUSTERED, "meet()\n        word", "word"),
+    Planted(CLUSTER, CLUSTERED, "meet()\n    for each", "for each"),
+    Planted(CLUSTER, CLUSTERED, "gl.inline_asm(fence_ptx, (), [], [], is_pure=False)", "pass"),
     Planted(CLUSTER, CLUSTERED, "hist = hists.index(level)", "hist = hists.index(0)"),
-    Planted(BELOW_THE_BOUND, CLUSTERED, "gl.minimum(span - first, (gl", "((gl"),
+    Planted(MISSED_BY_CLUSTER, CLUSTERED, "LEVELS = gl.constexpr(5)", "LEVELS = gl.constexpr(4)"),
+    Planted(MISSED_BY_CLUSTER, CLUSTERED, "if word == 0:", "if word == -1:"),
     Planted(SHORT, OF_A_CTA, "== k - 1)", "== k)"),
-    Planted(NEGATIVE, OF_A_CTA, "gl.maximum(y, WHOLE)", "y"),
-    Planted(NEGATIVE, OF_A_CTA, "hist = hists.index(level)", "hist = hists.index(0)"),
-    Planted(NEGATIVE, OF_A_CTA, "LEVELS = gl.constexpr(5)", "LEVELS = gl.constexpr(4)"),
+    Planted(OCTAVES, OF_A_CTA, "gl.maximum(gl.minimum(y, WHOLE + BINS - 1.0), WHOLE)", "gl.minimum(y, WHOLE)"),
+    Planted(OCTAVES, OF_A_CTA, "hist = hists.index(level)", "hist = hists.index(0)"),
+    Planted(OCTAVES, OF_A_CTA, "LEVELS = gl.constexpr(4)", "LEVELS = gl.constexpr(3)"),
+    Planted(SOME_NAN, OF_A_CTA, "few = (count <= LIST) & (bin < BINS - 1)", "few = count <= LIST"),
     # Waits that are missing.
     Planted(WIDE_V32, CONSUMERS, "    mbarrier.wait(shared.full[0].index(stage), tile // STAGES & 1)\n", ""),
     Planted(WIDE_V4, CONSUMERS, "    mbarrier.wait(shared.p_empty, (tile & 1) ^ 1)\n", ""),

@@ -3,11 +3,11 @@
 One program of this kernel is a cluster: an array of shared memory is divided among its CTAs by `cga_layout`, and a load
 in another division reads other CTAs' parts, once all have met at a barrier of the cluster. A row is read once:
 
-    tile t of CTA c: columns (8 t + c) · WIDTH on ─→ order keys in registers
-    each CTA: the k/8-th largest of maxima of groups ─→ bounds[c] ─┐ the least of them: at least k keys reach it
-    ── all read bounds ────────────────────────────────────────────┘
-    interval [bound, greatest] of the k-th ─→ histogram of 256 bins ─→ each CTA adds those of all ─→ the bin of the
-      k-th, which is the next interval: until all of it are chosen, or it is one key (at most four, two as a rule)
+    tile t of CTA c: columns (8 t + c) · WIDTH on, in registers
+    each thread: the greatest ─→ each CTA: a quantile of these ─→ bottoms[c] ─┐ the least of them: k elements reach it,
+    ── all read bottoms ──────────────────────────────────────────────────────┘ or the search starts again from all keys
+    interval [bottom, greatest] of the k-th ─→ histogram of 256 bins ─→ each CTA adds those of all ─→ the bin of the
+      k-th, which is the next interval: until all of it are chosen, or it is one key (at most five, two as a rule)
     a bit a column ─→ counts[tile] ─→ the number of chosen columns before each ─→ indices, by column
 
 Short rows are selected by one CTA in another way (cta.py).
@@ -16,13 +16,14 @@ What is equal to the k-th is chosen by column, so no result depends on the order
 much longer than another: NaN, of which all have one key, is like any other value.
 """
 
-from xmla.core.lang.gluon import add, gl, gluon
+from xmla.core.lang.gluon import add, cluster, gl, gluon
 from xmla.core.lang.launches import gluon_let_next_start as let_next_start
 from xmla.core.lang.launches import gluon_wait_for_earlier as wait_for_earlier
 from xmla.core.lang.offsets import gluon_offset_of as offset_of
 from xmla.core.ops.selection.select_topk.gluon_sm90.kernel import bits_of, row_range
-from xmla.core.ops.selection.select_topk.gluon_sm90_cluster.cta import choose_in_cta
+from xmla.core.ops.selection.select_topk.gluon_sm90_cluster.cta import choose_in_cta, hidden
 from xmla.core.ops.selection.select_topk.gluon_sm90_cluster.keys import (
+    KEY_OF_INF,
     KEY_OF_NAN,
     leading_zeros,
     order_key,
@@ -34,15 +35,13 @@ CLUSTER = gl.constexpr(8)  # CTAs; more are not portable
 WARPS = gl.constexpr(8)  # of a CTA
 THREADS = gl.constexpr(32 * 8)
 WIDTH = gl.constexpr(4 * 32 * 8)  # columns of a tile of a CTA
-GROUPS = gl.constexpr(2)  # of a thread, whose maxima bound the k-th
-MOST = gl.constexpr(2048)  # k: a CTA's share of it is half of its groups
+FEWEST_TILES = gl.constexpr(2)  # of a CTA
+MOST = gl.constexpr(2048)  # k: threads, of which each has about one of the k largest
 # Bins of an interval, so few that each CTA reads those of all, a bin a thread: sums of 2048 bins, which CTAs exchanged,
 # took a barrier more.
 BITS = gl.constexpr(8)
 BINS = gl.constexpr(1 << 8)
-LEVELS = gl.constexpr(4)  # intervals that end at single keys
-BITS_OF_CTA = gl.constexpr(10)
-BINS_OF_CTA = gl.constexpr(1 << 10)  # by which a CTA searches its bound
+LEVELS = gl.constexpr(5)  # intervals that end at single keys: one that may have fewer than k, and four of all keys
 
 
 @gluon.constexpr_function
@@ -112,6 +111,19 @@ def flat(ctas):
     return gl.SwizzledSharedLayout(1, 1, 1, [0], cga_layout=divided(1, ctas))
 
 
+@gluon.constexpr_function
+def fence_ptx(outputs, inputs):
+    """PTX by which what a thread has written to its CTA's shared memory is there for the cluster, once all meet."""
+    return "fence.release.sync_restrict::shared::cta.cluster;"
+
+
+@gluon.jit
+def meet():
+    """A barrier of the cluster, for shared memory alone: one for all memory waits for the whole GPU's."""
+    gl.inline_asm(fence_ptx, (), [], [], is_pure=False)
+    cluster.barrier(relaxed=True)
+
+
 @gluon.jit
 def between(x, AXIS: gl.constexpr):
     """A vector as a tensor of three axes, of which it is one."""
@@ -141,15 +153,15 @@ def along_last(size: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def find(counts, k, AXIS: gl.constexpr, LAYOUT: gl.constexpr):
-    """The bin of the k-th, the number in bins before it, and whether it ends with the k-th, in one word."""
-    upto = gl.associative_scan(counts, AXIS, add)
+def find(counts, k, LAYOUT: gl.constexpr):
+    """The bin of the k-th, the number in bins before it, and whether it ends with the k-th, in one word; 0 if there are
+    fewer than k.
+    """
+    upto = gl.associative_scan(counts, 0, add)
     before = upto - counts
-    bin = gl.arange(0, counts.shape[AXIS], layout=LAYOUT)
-    if AXIS == 1:
-        bin = gl.expand_dims(bin, 0)
-    word = (bin << 12) | (before << 1) | (upto == k).to(gl.int32)
-    return gl.max(gl.where((upto >= k) & (before < k), word, 0), AXIS)
+    bin = gl.arange(0, counts.shape[0], layout=LAYOUT)
+    word = (1 << 24) | (bin << 12) | (before << 1) | (upto == k).to(gl.int32)
+    return gl.max(gl.where((upto >= k) & (before < k), word, 0), 0)
 
 
 @gluon.jit
@@ -171,26 +183,16 @@ def load_row(row_ptr, length, TILES: gl.constexpr, UNIT: gl.constexpr, CTAS: gl.
 
 
 @gluon.jit
-def bound_of_cta(keys, k, few, TILES: gl.constexpr, CTAS: gl.constexpr):
-    """A key that a share of k of a CTA's own reach, and its greatest, of each."""
-    ROWS: gl.constexpr = rows(BINS_OF_CTA // THREADS, CTAS)
-    groups = gl.max(gl.max(gl.reshape(keys, [CTAS, GROUPS, TILES // GROUPS, THREADS, 4]), 4), 2)
-    groups = gl.reshape(groups, [CTAS, GROUPS * THREADS])
-    G: gl.constexpr = groups.type.layout
-    top = gl.max(groups, 1)
-    spread = (top - gl.min(groups, 1)).to(gl.uint32, bitcast=True)
-    shift = shift_of(spread, BITS_OF_CTA)
-    top_g = gl.expand_dims(gl.convert_layout(top, gl.SliceLayout(1, G)), 1)
-    shift_g = gl.expand_dims(gl.convert_layout(shift, gl.SliceLayout(1, G)), 1)
-    bin = ((top_g - groups).to(gl.uint32, bitcast=True) >> shift_g).to(gl.int32)
-    few.atomic_scatter_add(gl.full([CTAS, GROUPS * THREADS], 1, gl.int32, G), bin, 1)
-    word = find(few.load(ROWS), (k + CTAS - 1) // CTAS, 1, gl.SliceLayout(0, ROWS))
-    top = gl.convert_layout(top, gl.SliceLayout(1, ROWS))
-    shift = gl.convert_layout(shift, gl.SliceLayout(1, ROWS))
-    # The bin's least key, but no less than there are: 2**32 keys below the greatest would wrap.
-    down = (((word >> 12) + 1).to(gl.uint32) << shift) - 1
-    down = gl.minimum(down, (top - KEY_OF_NAN).to(gl.uint32, bitcast=True))
-    return top - down.to(gl.int32, bitcast=True), top
+def ends_of_cta(x, TILES: gl.constexpr, CTAS: gl.constexpr):
+    """An order key that presumably k of a row's reach, as each CTA sees it, and the greatest of the CTA.
+
+    A thread has one of 2048 parts of a row, whose greatest is about the k-th, or exceeds it. Of values in no order the
+    least of these in a warp is below the k-th, but for one warp in a million, and the greatest of the CTA's warps near.
+    """
+    top = gl.max(gl.max(gl.reshape(x, [CTAS, TILES, WARPS, 32, 4]), 4), 1)
+    keys = order_key(top)  # [CTAS, WARPS, 32]
+    low = gl.min(gl.where(top > float("-inf"), keys, KEY_OF_INF), 2)  # lanes without a number do not count
+    return gl.max(gl.where(low < KEY_OF_INF, low, KEY_OF_NAN), 1), gl.max(gl.max(keys, 2), 1)
 
 
 @gluon.jit
@@ -224,57 +226,65 @@ def choose(
         pages = load_pages(table_row, width, length, TILES, PAGE_SIZE, CTAS)
     # What is outside of an interval is counted aside, by each lane: without a branch for each element.
     hists = gl.allocate_shared_memory(gl.int32, [LEVELS, CTAS, 2 * BINS], part(CTAS))
-    few = gl.allocate_shared_memory(gl.int32, [CTAS, BINS_OF_CTA], part(CTAS))
-    bounds = gl.allocate_shared_memory(gl.int32, [CTAS], flat(CTAS))
+    bottoms = gl.allocate_shared_memory(gl.int32, [CTAS], flat(CTAS))
     tops = gl.allocate_shared_memory(gl.int32, [CTAS], flat(CTAS))
     counts = gl.allocate_shared_memory(gl.int32, [CTAS * TILES], flat(CTAS))
     for level in gl.static_range(LEVELS):
         hists.index(level).store(gl.zeros([CTAS, 2 * BINS], gl.int32, rows(2 * BINS // THREADS, CTAS)))
-    few.store(gl.zeros([CTAS, BINS_OF_CTA], gl.int32, rows(BINS_OF_CTA // THREADS, CTAS)))
-    keys = order_key(x)
-    bound, top = bound_of_cta(keys, k, few, TILES, CTAS)
-    bounds.store(bound)
+    bottom, top = ends_of_cta(x, TILES, CTAS)
+    bottoms.store(bottom)
     tops.store(top)
-    gl.barrier(cluster=True)
-    low = gl.min(bounds.load(in_each(1, CTAS)), 0)
+    meet()
     high = gl.max(tops.load(in_each(1, CTAS)), 0)
+    low = gl.min(bottoms.load(in_each(1, CTAS)), 0)
 
     # The interval [high − span, high] of the k-th is narrowed until all of it are chosen, or it is one key.
-    keys = gl.reshape(keys, [CTAS, TILES * WIDTH])
-    K: gl.constexpr = keys.type.layout
-    one = gl.full([CTAS, TILES * WIDTH], 1, gl.int32, K)
-    lane = gl.expand_dims(gl.arange(0, TILES * WIDTH, layout=gl.SliceLayout(0, K)) // 4 % 32, 0)
-    span = (high - low).to(gl.uint32, bitcast=True)
-    shift = shift_of(span, BITS)
+    x = gl.reshape(x, [CTAS, TILES * WIDTH])
+    X: gl.constexpr = x.type.layout
+    # The bits of positive numbers are in order; what is not above 0, or NaN, is below them.
+    keys = gl.maximum(x, float("-inf")).to(gl.int32, bitcast=True) if low > 0 else order_key(x)
+    one = gl.full([CTAS, TILES * WIDTH], 1, gl.int32, X)
+    lane = gl.expand_dims(gl.arange(0, TILES * WIDTH, layout=gl.SliceLayout(0, X)) // 4 % 32, 0)
+    aside = (BINS + lane + gl.zeros([CTAS, TILES * WIDTH], gl.int32, X)).to(gl.uint32)
+    shift = shift_of((high - low).to(gl.uint32, bitcast=True), BITS)
+    span = (gl.to_tensor(BINS).to(gl.uint32) << shift) - 1
     need = k  # of those in the interval
     level = 0
     while level < LEVELS:
         hist = hists.index(level)
-        down = (high - keys).to(gl.uint32, bitcast=True)
-        bin = (down >> shift).to(gl.int32)
-        hist.atomic_scatter_add(one, gl.where(down <= span, bin, BINS + lane), 1)
-        gl.barrier(cluster=True)
-        EACH: gl.constexpr = in_each(BINS // THREADS, CTAS)
-        counted = gl.convert_layout(
-            gl.sum(hist.slice(0, BINS, dim=1).load(every(BINS, CTAS)), 0), EACH, assert_trivial=True
-        )
-        found = find(counted, need, 0, EACH)
-        first = (found >> 12).to(gl.uint32) << shift
-        high -= first.to(gl.int32, bitcast=True)
-        need -= (found >> 1) & 0x7FF
-        # The last bin may reach below the interval, where nothing was counted.
-        span = gl.minimum(span - first, (gl.to_tensor(1).to(gl.uint32) << shift) - 1)
-        level = gl.where((shift == 0) | (found & 1 == 1), LEVELS, level + 1)
-        shift = gl.maximum(shift.to(gl.int32) - BITS, 0).to(gl.uint32)
-    return write(keys, high, span, need, out, slots, pages, counts, (hists, bounds, tops), TILES, PAGE_SIZE, CTAS)
+        # What is beyond the bins is counted aside, by each lane: without a branch for each element.
+        bin = gl.minimum((high - keys).to(gl.uint32, bitcast=True) >> shift, aside)
+        hist.atomic_scatter_add(one, bin.to(gl.int32), 1)
+        meet()
+        word = find(bins_of_all(hist, CTAS), need, in_each(BINS // THREADS, CTAS))
+        if word == 0:  # fewer than k reach the least: from all keys on
+            again = load_row(row_ptr, hidden(length), TILES, UNIT, CTAS)  # masks are not kept in registers
+            keys = order_key(gl.reshape(again, [CTAS, TILES * WIDTH]))
+            shift = shift_of((high - KEY_OF_NAN).to(gl.uint32, bitcast=True), BITS)
+            level += 1
+        else:
+            high -= ((word >> 12 & 0xFF).to(gl.uint32) << shift).to(gl.int32, bitcast=True)
+            need -= (word >> 1) & 0x7FF
+            span = (gl.to_tensor(1).to(gl.uint32) << shift) - 1
+            level = gl.where((shift == 0) | (word & 1 == 1), LEVELS, level + 1)
+            shift = gl.maximum(shift.to(gl.int32) - BITS, 0).to(gl.uint32)
+    least = high - gl.minimum(span, (high - KEY_OF_NAN).to(gl.uint32, bitcast=True)).to(gl.int32, bitcast=True)
+    flags = gl.where(keys > high, 1, gl.where(keys >= least, 1 << 16, 0))
+    return write(flags, need, out, slots, pages, counts, (hists, bottoms, tops), TILES, PAGE_SIZE, CTAS)
+
+
+@gluon.jit
+def bins_of_all(hist, CTAS: gl.constexpr):
+    """The sums of all CTAs' bins, a thread those of its own."""
+    counts = gl.sum(hist.slice(0, BINS, dim=1).load(every(BINS, CTAS)), 0)
+    return gl.convert_layout(counts, in_each(BINS // THREADS, CTAS), assert_trivial=True)
 
 
 @gluon.jit
 def write(
-    keys, high, span, need, out, slots, pages, counts, read, TILES: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    CTAS: gl.constexpr,
+    flags, need, out, slots, pages, counts, read, TILES: gl.constexpr, PAGE_SIZE: gl.constexpr, CTAS: gl.constexpr
 ):  # fmt: skip
-    """Write the columns of keys above an interval, and of the first `need` in it; with a PAGE_SIZE their slots too.
+    """Write the columns of what is over an interval, and of the first `need` in it; with a PAGE_SIZE their slots too.
 
     Other CTAs may not have ended to read what was `read` before: nothing may take its place until all have met again.
     """
@@ -282,9 +292,7 @@ def write(
     WORDS: gl.constexpr = THREADS // PARTS
     HELD: gl.constexpr = TILES // PARTS  # words of a thread
     # A bit a column, then words of adjacent columns.
-    over = (keys > high).to(gl.int32)
-    tied = ((high - keys).to(gl.uint32, bitcast=True) <= span).to(gl.int32)
-    flags = gl.reshape(over | (tied << 16), [CTAS, TILES, THREADS, 4])
+    flags = gl.reshape(flags, [CTAS, TILES, THREADS, 4])
     bits = gl.sum(flags << along_last(4, flags.type.layout), 3)
     bits = (bits | (bits >> 12)).to(gl.uint8)  # [CTAS, TILES, THREADS]
     W3: gl.constexpr = in_cluster([1, HELD, PARTS], [1, PARTS, WARPS // PARTS], CTAS)
@@ -302,7 +310,7 @@ def write(
     if PAGE_SIZE:
         posted |= gl.max(((both != 0) & (pages < 0)).to(gl.int32), 2) << 30
     counts.store(gl.reshape(posted, [CTAS * TILES]))
-    gl.barrier(cluster=True)
+    meet()
     for each in gl.static_range(3):
         read[each]._keep_alive()
     P3: gl.constexpr = in_cluster([1, HELD, max(1, CTAS * TILES // 32)], [1, PARTS, WARPS // PARTS], CTAS)
@@ -349,7 +357,7 @@ def select_row(
     CTAS: gl.constexpr = C.CTAS
     if C.BINS == 0:
         gl.static_assert(C.WARPS == WARPS, "tiles are of so many warps")
-        gl.static_assert(TILES % GROUPS == 0 and (TILES <= 8 or TILES == 16), "tiles are of two groups, and words of 8")
+        gl.static_assert(TILES >= FEWEST_TILES and (TILES <= 8 or TILES == 16), "words are of 8 tiles")
     gl.static_assert(PAGE_SIZE % of_one_page(C) == 0, "adjacent columns lie on one page")
     row = gl.program_id(0).to(gl.int64)
     out = indices_ptr + offset_of(first_row + row, k)
@@ -364,9 +372,8 @@ def select_row(
         row_ptr = logits_ptr + offset_of(row, row_stride // C.UNIT * C.UNIT) + start
         if C.BINS:
             mapped = choose_in_cta(row_ptr, length, k, out, slots, table_row, width, C, PAGE_SIZE)
-        elif length <= CTAS * WIDTH * (TILES // 4) and TILES // 4 >= GROUPS:
-            FEW: gl.constexpr = max(TILES // 4, GROUPS)
-            mapped = choose(row_ptr, length, k, out, slots, table_row, width, FEW, C.UNIT, PAGE_SIZE, CTAS)
+        elif length <= CTAS * WIDTH * (TILES // 4) and TILES // 4 >= FEWEST_TILES:
+            mapped = choose(row_ptr, length, k, out, slots, table_row, width, TILES // 4, C.UNIT, PAGE_SIZE, CTAS)
         else:
             mapped = choose(row_ptr, length, k, out, slots, table_row, width, TILES, C.UNIT, PAGE_SIZE, CTAS)
     return mapped

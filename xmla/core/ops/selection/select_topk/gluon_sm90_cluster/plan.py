@@ -4,7 +4,7 @@ from xmla.core.call import Problem
 from xmla.core.ops.selection.select_topk.gluon_sm90.plan import BY_INLINE_PTX
 from xmla.core.ops.selection.select_topk.gluon_sm90_cluster.kernel import (
     CLUSTER,
-    GROUPS,
+    FEWEST_TILES,
     MOST,
     WARPS,
     WIDTH,
@@ -17,10 +17,11 @@ MOST_TILES = 16  # of a CTA, in registers: 64 keys of a thread
 # Rows of clusters, by the most columns; of more rows, programs with a list or the portable kernels take less: 64 of
 # 32768 columns 12.8 µs, those 12.6 and 14.3; 96 take 18.8, 12.9 and 15.8 (H200, 2026-11-30).
 MOST_ROWS = {32768: 64, 65536: 32, 131072: 8}
-MOST_COLUMNS_OF_CTA, FEW_ROWS = 8192, 1024
-# Programs of a call of its own beside which the next may start, by the CTAs of each: 1 and 16 rows of 8192 columns take
-# 4.1 and 4.4 µs where calls take turns 4.6 and 4.9, but 64 rows 6.0 and 5.1; clusters for one and eight rows of 65536
-# columns 6.3 and 8.4, in turns 6.8 and 7.6 (H200, 2026-11-30).
+MOST_COLUMNS_OF_CTA = 8192
+# Programs of a call of its own beside which the next may start where an SM has several CTAs, by the CTAs of each: 1 and
+# 16 rows of 8192 columns take 4.1 and 4.4 µs where calls take turns 4.6 and 4.9, but 64 rows 6.0 and 5.1; clusters for
+# one and eight rows of 65536 columns 6.3 and 8.4, in turns 6.8 and 7.6. A CTA that has an SM of its own is not slowed:
+# 64 rows of 8192 columns 3.8 µs, 4.0 where programs of 64 registers take turns (H200, 2026-11-30).
 MOST_BESIDE = {1: 16, CLUSTER.value: 4}
 
 
@@ -46,26 +47,29 @@ class Shape:
     warps: int  # of a CTA
     tiles: int
     bins: int = 0
-    registers: int | None = None
+    registers: int | None = None  # None: an SM has one CTA
 
 
-def shape_of(problem: Problem) -> Shape:
-    rows, columns = problem["T"], next_power_of_2(problem["N"])
+def shape_of(problem: Problem, device: Device) -> Shape:
+    columns, few = next_power_of_2(problem["N"]), problem["T"] <= device.num_sms
     if problem["N"] > MOST_COLUMNS_OF_CTA:
-        return Shape(CLUSTER.value, WARPS.value, larger(GROUPS.value, columns // (CLUSTER.value * WIDTH.value)))
-    # µs by 16 warps of 16 columns a thread, and by 8 of 32, of 8192 columns: 4.1 and 4.7 for one row, 14.8 and 15.5 for
-    # 512, 49.6 and 46.4 for 2048, 184 and 168 for 8192. Of 4096 by 8 warps of 16, and by 16 of 8: 3.3 and 3.4 for one
-    # row, 8.6 and 11.2 for 512, 94 and 144 for 8192 (H200, 2026-11-30).
+        tiles = larger(FEWEST_TILES.value, columns // (CLUSTER.value * WIDTH.value))
+        return Shape(CLUSTER.value, WARPS.value, tiles, registers=64 if tiles <= 4 else 128 if tiles <= 8 else None)
+    # µs by 16 warps of 16 columns a thread, and by 8 of 32, of 8192 columns: 3.6 and 4.4 for one row, 12.7 and 15.2 for
+    # 512, 41.1 and 42.5 for 2048, 152.5 and 152.6 for 8192. Of 4096 by 8 warps of 16, and by 16 of 8: 2.8 and 2.7 for
+    # one row, 8.0 and 9.3 for 512, 77 and 110 for 8192 (H200, 2026-11-30).
     if problem["N"] > MOST_COLUMNS_OF_CTA // 2:
-        return Shape(1, 16, 4, bins=2048, registers=64) if rows <= FEW_ROWS else Shape(1, 8, 8, bins=1024, registers=80)
+        return Shape(1, 16, 4, bins=2048, registers=None if few else 64)
     warps = larger(4, columns // 512)
     return Shape(1, warps, larger(1, columns // (128 * warps)), bins=128 * warps, registers=64)
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    logits, shape = problem.specs["logits"], shape_of(problem)
+    logits, shape = problem.specs["logits"], shape_of(problem, device)
     patient = "logits" not in problem.written
     limit = overlap_limit(problem, device, "starts", "ends") // shape.ctas  # of programs
+    if patient and shape.registers is not None:
+        limit = min(limit, MOST_BESIDE[shape.ctas])
     launch = Launch(
         topk_cluster_sm90_kernel,
         grid=(problem["T"],),
@@ -81,7 +85,7 @@ def plan(problem: Problem, device: Device) -> Plan:
                 CTAS=shape.ctas,
                 WARPS=shape.warps,
                 PATIENT=patient,
-                OVERLAP_LIMIT=min(limit, MOST_BESIDE[shape.ctas]) if patient else limit,
+                OVERLAP_LIMIT=limit,
             )
         },
         num_warps=shape.warps,
@@ -111,7 +115,9 @@ IMPLEMENTATION = Implementation(
         ),
         Condition(
             f"at most {MOST_TILES * CLUSTER.value * WIDTH.value} columns",
-            lambda problem, _: None if shape_of(problem).tiles <= MOST_TILES else f"with {problem['N']} columns",
+            lambda problem, device: (
+                None if shape_of(problem, device).tiles <= MOST_TILES else f"with {problem['N']} columns"
+            ),
         ),
         Condition(
             f"of more than {MOST_COLUMNS_OF_CTA} columns at most "
