@@ -423,7 +423,7 @@ def test_threads_share_what_the_process_keeps(
         cache = torch_api._prepared.call_cache
         # Threads that see one call too many at once each drop one.
         assert 0 < len(cache.prepared) <= 4 and 0 < len(cache.kinds) <= 4
-        assert all(len(kind.families) <= 4 for kind in cache.kinds.values())
+        assert all(kind.count <= 4 for kind in cache.kinds.values())
         assert all(len(calls) <= cache.RECENT for calls in cache.recent.values())
 
 

@@ -79,7 +79,8 @@ def calls_of(op: Op, case: Case) -> tuple[Calls, tuple[int, ...]]:
     specs = {name: Spec.of_numpy(arrays[name]) for name in op.tensors if name in arrays}
     template = trace_call(op, tuple(map(specs.get, op.tensors)), op.attributes(**case.attrs), H100, None)
     calls = template.calls([specs])
-    return calls, calls.function(*calls.sizes)[1][-1]
+    *_, numbers, _ = calls.function(*calls.sizes)[1]
+    return calls, numbers
 
 
 def launches_of(plan: Plan, pointers: dict[str, int], space: int) -> list[list[int]]:

@@ -33,6 +33,7 @@ from xmla.core.values import (
     next_power_of_2,
     row_major,
     smaller,
+    up_to,
 )
 from xmla.core.values.sizes import Branch
 
@@ -120,6 +121,7 @@ def test_arithmetic_of_numbers() -> None:
     assert [log2_of(n) for n in (-1, 0, 1, 2, 3, 4, 5)] == [0, 0, 0, 1, 2, 2, 3]
     assert [next_power_of_2(n) for n in (1, 2, 3, 4, 5)] == [1, 2, 4, 4, 8]
     assert [cdiv(n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
+    assert [up_to(4, n, 8, 16) for n in (3, 4, 5)] == [8, 8, 16]
 
 
 def test_a_trace_and_its_functions_need_no_collection() -> None:
@@ -140,7 +142,8 @@ def test_a_trace_and_its_functions_need_no_collection() -> None:
 
 def test_functions_of_sizes_are_steps_where_python_would_ask() -> None:
     def program(a: Any, b: Any) -> Any:
-        return (smaller(a, b), larger(a, 7), cdiv(a, b), next_power_of_2(a), log2_of(b))
+        chosen = up_to(5, a, 8, b)
+        return (smaller(a, b), larger(a, 7), cdiv(a, b), next_power_of_2(a), log2_of(b), chosen)
 
     trace = Trace()
     traced = program(*map(trace.input, (5, 9)))

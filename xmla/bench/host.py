@@ -179,9 +179,7 @@ def new_size_line(name: str, make: Callable[[random.Random], Any], warmed: bool)
         gc.collect()
         objects = len(gc.get_objects()) - objects
     gc.unfreeze()
-    families = sum(
-        len(kind.families) for kind in (*_prepared.call_cache.kinds.values(), *_prepared.call_cache.ahead.values())
-    )
+    families = sum(kind.count for kind in (*_prepared.call_cache.kinds.values(), *_prepared.call_cache.ahead.values()))
     _prepared.call_cache.clear()
     case = "host time of an eager torch call of new sizes" + ", after warm-up" * warmed
     return {

@@ -26,7 +26,7 @@ from xmla.torch_api._launch import batch_launcher, load
 
 @dataclass(slots=True, eq=False)
 class Family:
-    """Calls that differ in sizes alone, as far as they have one template: what is made of it once.
+    """Calls that differ in sizes alone, as far as they have one template and kernels: what is made of these once.
 
     Attributes:
         dtypes: Those of the results.
@@ -82,7 +82,7 @@ class Prepared:
     @classmethod
     def of(cls, family: Family, sizes: Sizes, attrs: tuple[Any, ...], call: tuple[Any, ...]) -> "Prepared":
         """The call with what a template's function gives for its sizes."""
-        results, distances, workspace_bytes, numbers = call
+        results, distances, workspace_bytes, numbers, _ = call
         pairs = zip(results, family.dtypes, strict=True)
         results = tuple([(shape, strides, dtype) for (shape, strides), dtype in pairs])
         launch_all = None if family.kernels is None else family.kernels(numbers)
@@ -120,29 +120,47 @@ def present_specs(op: Op, tensors: Tensors) -> dict[str, Spec]:
     return {name: spec for name, spec in specs_of(op, tensors).items() if spec is not None}
 
 
+# Of one template, by the constants of their kernels.
+ByConstants = dict[Sizes, Family]
+
+
 class Kind:
     """Calls that differ in sizes alone, and what is known of them.
 
     Attributes:
         ahead: The families that warm-up has planned.
         families: Those of other calls: as many as are kept, then again from none.
+        count: How many these are.
     """
 
-    __slots__ = ("ahead", "families")
+    __slots__ = ("ahead", "count", "families")
 
     def __init__(self) -> None:
-        self.ahead: Families[Family] = Families()
-        self.families: Families[Family] = Families()
+        self.ahead: Families[ByConstants] = Families()
+        self.families: Families[ByConstants] = Families()
+        self.count = 0
 
     def prepared(self, sizes: Sizes, attrs: tuple[Any, ...]) -> Prepared | None:
         """The call of these sizes, if it is of a family that is kept."""
-        known = self.ahead.find(sizes) or self.families.find(sizes)
-        return None if known is None else Prepared.of(known[0].value, sizes, attrs, known[1])
+        for families in (self.ahead, self.families):
+            known = families.find(sizes)
+            if known is not None:
+                branch, call = known
+                family = branch.value.get(call[-1])
+                if family is not None:
+                    return Prepared.of(family, sizes, attrs, call)
+        return None
 
     def add(self, calls: Calls, family: Family) -> None:
-        if len(self.families) >= CallCache.FAMILIES:
-            self.families = Families()
-        self.families.add(calls.sizes, calls.function, family)
+        if self.count >= CallCache.FAMILIES:
+            self.families, self.count = Families(), 0
+        _add_family(self.families, calls, family)
+        self.count += 1
+
+
+def _add_family(families: Families[ByConstants], calls: Calls, family: Family) -> None:
+    """Keep a family, unless there is one of these calls. Threads may add at once."""
+    families.add(calls.sizes, calls.function, {}).value.setdefault(calls.constants, family)
 
 
 # The pointers of (tensors, attrs, implementation) if it is a certain call, else None.
@@ -398,7 +416,7 @@ def plan_ahead(calls: Calls, device: torch.device) -> None:
             kind = call_cache.ahead.setdefault(depends_on, Kind())
             for alike in _naming_fewer_formats(op, specs, attrs):
                 call_cache.ahead.setdefault(kind_of_specs(op, specs, alike, ordinal), kind)
-        kind.ahead.add(calls.sizes, calls.function, family_of(calls, starts, device))
+        _add_family(kind.ahead, calls, family_of(calls, starts, device))
 
 
 def _naming_fewer_formats(op: Op, specs: Mapping[str, Spec], attrs: Attributes) -> Iterator[Attributes]:

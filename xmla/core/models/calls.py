@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xmla.core.compile import Specialization, begins_anywhere, specialize
-from xmla.core.op import Calls, Op, Sizes, kind_of, plan_call, sizes_of, trace_call
+from xmla.core.op import Calls, Form, Op, Sizes, kind_of, plan_call, sizes_of, trace_call
 from xmla.core.plan import Plan, estimate
 from xmla.core.registry import registry
 from xmla.core.values import Attributes, Device, Families, Spec, Trace
@@ -98,18 +98,12 @@ class Kind:
 
     Attributes:
         has_room: Whether they say how many bytes of workspace there are.
+        families: The calls of each template, and the constants of kernels that are listed of them.
     """
 
     has_room: bool
     seen: set[Sizes] = field(default_factory=set)
-    families: Families[None] = field(default_factory=Families)
-
-    def is_new(self, sizes: Sizes) -> bool:
-        """Whether no call with the same kernels was there before."""
-        if sizes in self.seen:
-            return False
-        self.seen.add(sizes)
-        return self.families.find(sizes) is None
+    families: Families[tuple[Form, set[Sizes]]] = field(default_factory=Families)
 
 
 class KernelList:
@@ -131,14 +125,12 @@ class KernelList:
 
     def add(self, call: Call) -> None:
         kind, sizes = self._kind(call)
-        if kind.is_new(sizes):
-            self._plan(call, kind)
+        self._list(kind, sizes, lambda: call)
 
     def add_step(self, make: Make, *sizes: int) -> None:
         """Add the calls that `make` makes of these sizes, as it makes those of others with equal answers."""
         for place, (kind, of_call) in enumerate(self._calls(make, sizes)):
-            if kind.is_new(of_call):
-                self._plan([*make(*sizes)][place], kind)
+            self._list(kind, of_call, lambda place=place: [*make(*sizes)][place])
 
     def add_between(self, make: Make, low: int, high: int, *sizes: int) -> None:
         """Add what is between two numbers of tokens or requests where a workspace's room gives them other kernels.
@@ -156,7 +148,8 @@ class KernelList:
     def _of_room(self, make: Make, *sizes: int) -> list[Any]:
         """What tells a step's calls that say how many bytes of workspace there are from others."""
         calls = [(kind, of_call) for kind, of_call in self._calls(make, sizes) if kind.has_room]
-        return [known and known[0] for known in (kind.families.find(of_call) for kind, of_call in calls)]
+        known = [kind.families.find(of_call) for kind, of_call in calls]
+        return [family and (family[0], family[1][-1]) for family in known]
 
     def _calls(self, make: Make, sizes: tuple[int, ...]) -> list[tuple[Kind, Sizes]]:
         known = self._steps[make].find(sizes)
@@ -173,17 +166,31 @@ class KernelList:
         key = call.unaligned, *kind_of(op, specs, attrs)
         return self._kinds.setdefault(key, Kind("workspace_bytes" in call.attrs)), sizes_of(specs, attrs)
 
-    def _plan(self, call: Call, kind: Kind) -> None:
-        """Plan a call, with its sizes as symbols, and list its kernels."""
+    def _list(self, kind: Kind, sizes: Sizes, call: Callable[[], Call]) -> None:
+        """List the kernels of a call, unless one before it has them; `call` makes it where it is planned anew."""
+        if sizes in kind.seen:
+            return
+        kind.seen.add(sizes)
+        known = kind.families.find(sizes)
+        if known is None:
+            form = self._plan(call())
+            branch = kind.families.add(sizes, form.calls.function, (form, set()))
+            known = branch, branch.function(*sizes)[1]
+        (form, listed), (*_, constants) = known[0].value, known[1]
+        if constants not in listed:
+            listed.add(constants)
+            calls = form.of(sizes, constants)
+            for kernel in (start.kernel for starts in calls.starts for start in starts):
+                self.listed.setdefault(kernel)
+            self.planned.append(calls)
+
+    def _plan(self, call: Call) -> Form:
+        """Plan a call, with its sizes as symbols."""
         op, specs, attrs = call.bound
         specs = tuple(map(without_dense_strides, specs))
         template = trace_call(op, specs, attrs, self.device, None)
         present = {name: spec for name, spec in zip(op.tensors, specs, strict=True) if spec is not None}
-        calls = template.calls(call.placed(present))
-        for kernel in (start.kernel for starts in calls.starts for start in starts):
-            self.listed.setdefault(kernel)
-        self.planned.append(calls)
-        kind.families.add(calls.sizes, calls.function, None)
+        return template.form(call.placed(present))
 
 
 def without_dense_strides(spec: Spec | None) -> Spec | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import cache
 
 from xmla.core.models.base import Model
 from xmla.core.models.calls import Call
@@ -52,10 +53,7 @@ class ModelConfigMistralLarge4(Model):
     @property
     def kinds(self) -> tuple[ModelConfig, ModelConfig]:
         """The layers with rope and those without it."""
-        sizes = {field.name: getattr(self, field.name) for field in fields(self)}
-        formats = self.cache_format, sizes.pop("nope_format")
-        rope, nope = (ModelConfig(**sizes | {"cache_format": name}, shared_selection=True) for name in formats)
-        return rope, nope
+        return kinds_of(self)
 
     @property
     def selected(self) -> tuple[int, ...]:
@@ -84,3 +82,12 @@ class ModelConfigMistralLarge4(Model):
         """The calls of attention alone of both kinds of layers."""
         for kind in self.kinds:
             yield from kind.attention(tokens, prefill=prefill)
+
+
+@cache  # a list asks by the thousand
+def kinds_of(config: ModelConfigMistralLarge4) -> tuple[ModelConfig, ModelConfig]:
+    """The layers with rope and those without it."""
+    sizes = {field.name: getattr(config, field.name) for field in fields(config)}
+    formats = config.cache_format, sizes.pop("nope_format")
+    rope, nope = (ModelConfig(**sizes | {"cache_format": name}, shared_selection=True) for name in formats)
+    return rope, nope

@@ -6,12 +6,13 @@ from xmla.core.op.functions import op_function
 from xmla.core.op.memo import make_plan, plan_call
 from xmla.core.op.memory import Pair, check_overlap, disjoint_check, spaces
 from xmla.core.op.op import Case, Op, Updated
-from xmla.core.op.template import Calls, Sizes, Start, Template, kind_of, sizes_of, trace_call
+from xmla.core.op.template import Calls, Form, Sizes, Start, Template, kind_of, sizes_of, trace_call
 
 __all__ = [
     "Calls",
     "Case",
     "Composition",
+    "Form",
     "Op",
     "Pair",
     "Sizes",

@@ -1,6 +1,6 @@
 """Plans: launches by name, how they are joined, fused and divided, implementations and which one a call takes."""
 
-from xmla.core.plan.chunking import Rows, divided, fewest_of_a_part, in_parts, join_parts
+from xmla.core.plan.chunking import Parts, Rows, divided, fewest_of_a_part, in_parts
 from xmla.core.plan.clearing import clear
 from xmla.core.plan.fusion import Fusion, fuse
 from xmla.core.plan.implementation import ON_HOPPER, Condition, Implementation, choose, on_gpus
@@ -30,6 +30,7 @@ __all__ = [
     "Kernel",
     "Launch",
     "Part",
+    "Parts",
     "Plan",
     "Rows",
     "choose",
@@ -41,7 +42,6 @@ __all__ = [
     "fuse",
     "in_parts",
     "join",
-    "join_parts",
     "most_registers",
     "on_gpus",
     "overlap_launches",

@@ -4,8 +4,8 @@ The launches of a part take `first_row`, the part's first token; of the call's a
 the rows from there on.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from xmla.core.call import Problem
@@ -49,30 +49,55 @@ def in_parts(
     fewest = fewest_of_a_part(tokens, multiple)
     size = min(tokens, limit // row_bytes) // multiple * multiple
     while size and size >= fewest and least(size):
-        plan = join_parts(problem, part, size, whole)
-        if plan.workspace_bytes <= limit:
-            return plan
-        fitting = min(size - 1, size * limit // plan.workspace_bytes) // multiple * multiple
+        parts = Parts.of(problem, part, size, whole)
+        needed = parts.workspace_bytes
+        if needed <= limit:
+            return parts.plan()
+        fitting = min(size - 1, size * limit // needed) // multiple * multiple
         # Fewer rows may need less than in proportion: other kernels select in them.
         size = max(fitting, fewest) if size > fewest else 0
     return None
 
 
-def join_parts(problem: Problem, part: Callable[[int], Plan], size: int, whole: tuple[str, ...] = ()) -> Plan:
-    """The plan that computes `size` tokens at a time."""
-    tokens = problem["T"]
-    count = cdiv(tokens, size)
-    rest = tokens - (count - 1) * size
-    # All parts are alike but for the last.
-    parts = [part(rest)] if count else []
-    if count > 1 and rest != size:
-        parts.append(part(size))
-    in_turn = [parts[0] if n == count - 1 else parts[-1] for n in range(count)]
-    launches = [launch.with_sizes(first_row=n * size) for n, plan in enumerate(in_turn) for launch in plan.launches]
-    buffers: dict[str, Spec] = {}
-    for name, spec in (item for part in parts for item in part.buffers.items()):
-        buffers[name] = max(buffers.get(name, spec), spec, key=lambda spec: spec.nbytes)
-    for name in whole:
-        buffers[name] = replace(buffers[name], shape=(tokens, *buffers[name].shape[1:]))
-    results, chosen = tuple(problem.results), all_choices(parts)
-    return Plan(tuple(launches), {**buffers, **problem.results}, results, chosen)
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A call's parts of `size` tokens, the last of what is left.
+
+    Attributes:
+        plans: That of the last part, if there is one, and that of the others, if it is another.
+        buffers: Those of all parts, and the results.
+    """
+
+    problem: Problem
+    size: int
+    count: int
+    plans: tuple[Plan, ...]
+    buffers: Mapping[str, Spec]
+
+    @classmethod
+    def of(cls, problem: Problem, part: Callable[[int], Plan], size: int, whole: tuple[str, ...] = ()) -> "Parts":
+        """The parts of a call; arguments as of `in_parts`."""
+        tokens = problem["T"]
+        count = cdiv(tokens, size)
+        rest = tokens - (count - 1) * size
+        plans = [part(rest)] if count else []
+        if count > 1 and rest != size:
+            plans.append(part(size))
+        buffers: dict[str, Spec] = {}
+        for name, spec in (item for plan in plans for item in plan.buffers.items()):
+            buffers[name] = max(buffers.get(name, spec), spec, key=lambda spec: spec.nbytes)
+        for name in whole:
+            buffers[name] = replace(buffers[name], shape=(tokens, *buffers[name].shape[1:]))
+        return cls(problem, size, count, tuple(plans), {**buffers, **problem.results})
+
+    @property
+    def workspace_bytes(self) -> int:
+        return Plan((), self.buffers, tuple(self.problem.results)).workspace_bytes
+
+    def plan(self) -> Plan:
+        """The plan that computes one part after the other."""
+        in_turn = [self.plans[0] if n == self.count - 1 else self.plans[-1] for n in range(self.count)]
+        launches = (
+            launch.with_sizes(first_row=n * self.size) for n, plan in enumerate(in_turn) for launch in plan.launches
+        )
+        return Plan(tuple(launches), self.buffers, tuple(self.problem.results), all_choices(self.plans))

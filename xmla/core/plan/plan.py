@@ -78,6 +78,16 @@ def constants_by_name(constexprs: Iterable[tuple[str, Hashable]]) -> dict[str, H
     return values
 
 
+def constant(constexprs: Mapping[str, Hashable], name: str) -> Hashable:
+    """The value of one of `constants_by_name`, that is in no object of an object; None if none has that name."""
+    for each, value in constexprs.items():
+        if each == name:
+            return value
+        if isinstance(value, Constants) and name in value.__dataclass_fields__:
+            return getattr(value, name)
+    return None
+
+
 def with_constant(constexprs: Mapping[str, Hashable], name: str, value: Hashable) -> dict[str, Hashable]:
     """The constexprs with another value of one, by its name in `constants_by_name`; the same if none has that name."""
     changed = dict(constexprs)
@@ -119,9 +129,12 @@ class Launch:
     num_ctas: int = 1
     max_registers: int | None = None
     spreads: bool = False
+    parameters: Parameters = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        parameters = self.parameters
+        names = tuple(self.kernel.arg_names), frozenset(self.sizes), frozenset(self.constexprs)
+        parameters = Parameters.of(*names)
+        object.__setattr__(self, "parameters", parameters)
         outputs = [f"{name}_ptr" for name in self.outputs]
         inputs = [name for name in parameters.pointers if name not in outputs]
         expected = [*inputs, *parameters.sizes, *outputs, *parameters.constexprs]
@@ -132,10 +145,6 @@ class Launch:
         for pointer, array in self.arrays.items():
             if pointer != array and pointer in self.arrays.values():
                 raise RuntimeError(f"{self.name}: {pointer}_ptr gets {array}, and another pointer gets {pointer}")
-
-    @property
-    def parameters(self) -> Parameters:
-        return Parameters.of(tuple(self.kernel.arg_names), frozenset(self.sizes), frozenset(self.constexprs))
 
     @property
     def name(self) -> str:
@@ -187,11 +196,11 @@ class Launch:
     @property
     def waits(self) -> bool:
         """Whether its kernel waits for the launches before it, so that it may start early (core/lang/launches.py)."""
-        return bool(self.constants.get("OVERLAP_LIMIT"))
+        return bool(constant(self.constexprs, "OVERLAP_LIMIT"))
 
     def starts_early(self, *, first: bool) -> bool:
         """Whether it may start before what is before it has ended: the `first` of a call if its kernel is PATIENT."""
-        return self.waits and (not first or bool(self.constants.get("PATIENT")))
+        return self.waits and (not first or bool(constant(self.constexprs, "PATIENT")))
 
     def in_turn(self) -> "Launch":
         """A copy of the launch that starts when the one before it has ended."""

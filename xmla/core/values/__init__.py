@@ -21,7 +21,7 @@ from xmla.core.values.device import (
     assumed_device,
     find_device,
 )
-from xmla.core.values.integers import cdiv, larger, largest, log2_of, next_power_of_2, round_up, smaller
+from xmla.core.values.integers import cdiv, larger, largest, log2_of, next_power_of_2, round_up, smaller, up_to
 from xmla.core.values.sizes import Families, Size, Trace, arithmetic, sizes_in, with_numbers
 from xmla.core.values.spec import DTYPES, Spec, StandIn, alignment_of, row_major
 from xmla.core.values.tolerance import (
@@ -100,5 +100,6 @@ __all__ = [
     "row_major",
     "sizes_in",
     "smaller",
+    "up_to",
     "with_numbers",
 ]

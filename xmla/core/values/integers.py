@@ -37,6 +37,12 @@ def larger(a: int, b: int) -> int:
     return step("max({}, {})", max, a, b)
 
 
+def up_to(most: int, n: int, value: int, other: int) -> int:
+    """One value for an n of at most `most` and another for more, without the answer whether it is, which `if` takes."""
+    form = "({} if {} <= {} else {})"
+    return step(form, lambda value, n, most, other: value if n <= most else other, value, n, most, other)
+
+
 def largest(numbers: Iterable[int]) -> int:
     """The largest of some numbers, or 0, in one step."""
     numbers = 0, *numbers

@@ -1,15 +1,16 @@
 """Sizes as symbols: what is computed of them is recorded, and becomes a function of other sizes.
 
 A `Trace` notes the arithmetic that is done with its sizes, and every answer that is taken from them: a comparison, a
-constant of a kernel, the length of a loop. Where other sizes give the same answers everything else is arithmetic, which
+key of a dict, the length of a loop. Where other sizes give the same answers everything else is arithmetic, which
 `Trace.function` generates as one function.
 """
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import partial, wraps
+from functools import cache, lru_cache, wraps
 from math import ceil
+from operator import is_
 from typing import Any
 
 Number = int | float
@@ -156,6 +157,12 @@ class Trace:
             size.fixed = True
         self._add(Answer(f"({'{}, ' * len(sizes)})", tuple(sizes), tuple(size.value for size in sizes)))
 
+    def equate(self, pairs: Sequence[tuple[Size, Size]]) -> None:
+        """Sizes that are others, whatever is asked later: that they are equal is one answer."""
+        if pairs:
+            sides = (f"({'{}, ' * len(pairs)})",) * 2
+            self._add(Answer(EQUAL.format(*sides), (*(one for one, _ in pairs), *(other for _, other in pairs)), True))
+
     def call(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
         """What a function of sizes gives: a size if it is a number, else an answer."""
         value = function(*(operand.value if isinstance(operand, Size) else operand for operand in operands))
@@ -250,16 +257,20 @@ class Families[T]:
             branch = branch.others.get(difference)
         return None
 
-    def add(self, sizes: Iterable[int], function: Callable[..., tuple[Any, Any]], value: T) -> None:
-        """Keep a value for all sizes with the answers of these, if there is none yet. Threads may add at once."""
+    def add(self, sizes: Iterable[int], function: Callable[..., tuple[Any, Any]], value: T) -> Branch[T]:
+        """Keep a value for all sizes with the answers of these, if there is none yet; where theirs is.
+
+        Threads may add at once.
+        """
         new = Branch(function, value)
         branch = self.first.setdefault(None, new)
         while branch is not new:
             difference, _ = branch.function(*sizes)
             if difference is None:
-                return
+                return branch
             branch = branch.others.setdefault(difference, new)
         self.count += 1
+        return branch
 
 
 def _read(form: str, operands: tuple[Any, ...]) -> tuple[list[Any], list[Any], tuple[Any, ...] | None]:
@@ -310,12 +321,34 @@ def arithmetic[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def of_sizes(*operands: P.args, **named: P.kwargs) -> Any:
-        for operand in operands:
-            if isinstance(operand, Size):
-                return operand.trace.call(partial(function, **named), operands)
-        return function(*operands, **named)
+        sizes = tuple([operand for operand in operands if type(operand) is Size])
+        if not sizes:
+            return function(*operands, **named)
+        others = tuple((place, type(each), each) for place, each in enumerate(operands) if type(each) is not Size)
+        return sizes[0].trace.call(_of_numbers(function, len(operands), others, tuple(named.items())), sizes)
 
     return of_sizes
+
+
+@lru_cache(maxsize=1 << 10)
+def _of_numbers(
+    function: Callable[..., Any],
+    count: int,
+    others: tuple[tuple[int, type, Any], ...],
+    named: tuple[tuple[str, Any], ...],
+) -> Callable[..., Any]:
+    """A function of `count` operands as one of those alone that are no `others`.
+
+    It is called before launches, of sizes that differ seldom in what it asks: its results are kept.
+    """
+    at = {place: other for place, _, other in others}
+
+    @lru_cache(maxsize=1 << 12)
+    def of_numbers(*numbers: int) -> Any:
+        rest = iter(numbers)
+        return function(*[at[place] if place in at else next(rest) for place in range(count)], **dict(named))
+
+    return of_numbers
 
 
 def step(form: str, function: Callable[..., Any], *operands: Any) -> Any:
@@ -328,29 +361,44 @@ def step(form: str, function: Callable[..., Any], *operands: Any) -> Any:
 
 def sizes_in(value: Any) -> Iterator[Size]:
     """The sizes in tuples, lists, mappings' values and dataclasses."""
-    if isinstance(value, Size):
+    if type(value) is Size:
         yield value
     else:
         for part in _parts(value):
-            yield from sizes_in(part)
+            if type(part) not in PLAIN:
+                yield from sizes_in(part)
 
 
 def with_numbers(value: Any, number: Callable[[Size], Any]) -> Any:
-    """A value with a number in place of each of its sizes."""
-    if isinstance(value, Size):
+    """A value with a number in place of each of its sizes; the same one if it has none."""
+    if type(value) is Size:
         return number(value)
-    if not any(True for _ in sizes_in(value)):
+    parts = _parts(value)
+    changed = [part if type(part) in PLAIN else with_numbers(part, number) for part in parts]
+    if all(map(is_, changed, parts)):
         return value
     if isinstance(value, Mapping):
-        return {key: with_numbers(each, number) for key, each in value.items()}
+        return dict(zip(value, changed, strict=True))
     if isinstance(value, list | tuple):
-        return type(value)(with_numbers(each, number) for each in value)
-    return replace(value, **{f.name: with_numbers(getattr(value, f.name), number) for f in fields(value)})
+        return type(value)(changed)
+    return replace(value, **dict(zip(_fields(type(value)), changed, strict=True)))
 
 
-def _parts(value: Any) -> Iterable[Any]:
+PLAIN = frozenset({int, float, bool, str, type(None)})  # what most values are, which have no sizes
+
+
+def _parts(value: Any) -> Collection[Any]:
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return value
     if isinstance(value, Mapping):
         return value.values()
     if isinstance(value, list | tuple):
         return value
-    return [getattr(value, f.name) for f in fields(value)] if is_dataclass(value) else ()
+    return [getattr(value, name) for name in _fields(kind)]
+
+
+@cache
+def _fields(kind: type) -> tuple[str, ...]:
+    """The names of a dataclass's fields."""
+    return tuple(each.name for each in fields(kind) if each.init) if is_dataclass(kind) else ()

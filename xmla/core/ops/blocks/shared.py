@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from xmla.core.call import INDEX, Problem, Tensor, Work, all_but_pools_once
 from xmla.core.lang.blocks import GRANULARITIES
 from xmla.core.ops.indexer.shared import capacity_of
-from xmla.core.plan import Plan, fewest_of_a_part, join_parts
+from xmla.core.plan import Parts, Plan, fewest_of_a_part
 
 BLOCKS = Tensor("T BLOCKS", INDEX)  # the selected blocks of each token
 
@@ -59,7 +59,7 @@ def selection_attributes(problem: Problem) -> dict[str, Any]:
 
 def refuse_workspace(problem: Problem, part: Callable[[int], Plan], together: int, whole: tuple[str, ...]) -> NoReturn:
     """Refuse a workspace without room for parts of a multiple of `together` tokens; arguments as of `in_parts`."""
-    needed = join_parts(problem, part, fewest_of_a_part(problem["T"], together), whole).workspace_bytes
+    needed = Parts.of(problem, part, fewest_of_a_part(problem["T"], together), whole).workspace_bytes
     given = problem.attrs.workspace_bytes
     problem.unsupported("workspace_bytes", "value", given, f"at least {needed} for these sizes")
 

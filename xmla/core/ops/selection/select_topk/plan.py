@@ -13,7 +13,7 @@ from xmla.core.ops.selection.select_topk.kernels import (
 from xmla.core.ops.selection.select_topk.sample import SLACK_PART, Sample
 from xmla.core.ops.selection.select_topk.tile import COLUMNS_A_WARP
 from xmla.core.plan import Condition, Constants, Implementation, Launch, Plan, most_registers, overlap_limit
-from xmla.core.values import Device, Spec, arithmetic, next_power_of_2
+from xmla.core.values import Device, Spec, arithmetic, larger, next_power_of_2, up_to
 
 MAX_CAPACITY = 16384  # candidates of one row, in registers
 MAX_SEGMENTS = 16  # of a row: a candidate's place is found from the counts of all of them
@@ -101,7 +101,7 @@ def configure(rows: int, columns: int, k: int, device: Device) -> Config:
     # per SM, as long as each segment keeps a tile: 227 against 231 µs at 2048 × 65536, 19.5 against 20.9 at 64 × 65536
     # (H200, 2026-11-22).
     if rows > device.num_sms:
-        warps = 4 if sample.lanes <= 4096 else 8  # 8192 lanes spill with 4
+        warps = up_to(4096, sample.lanes, 4, 8)  # 8192 lanes spill with 4
         return Config(1, sample.capacity, sample.rank, sample.lanes, sample.step, warps)
     segments = segments_of(rows, columns, MAX_SEGMENTS, device)
     return Config(segments, sample.capacity, sample.rank, sample.lanes, sample.step, WARPS)
@@ -123,24 +123,38 @@ def configure_few(rows: int, columns: int, k: int, device: Device) -> Config | N
     Lanes are so few that a step of their search is short. Several of the largest then share one, so that the rank is
     that of a number of lanes: each is hit with the same probability, of which the lanes are that many trials.
     """
-    step = max(8, next_power_of_2(columns // 16384 + 1) // 2)
-    lanes, rank = FEWEST_LANES, 0
-    while True:
-        hit = -math.expm1(-k / step / lanes)  # a lane has one of the k largest
-        rank = math.ceil(lanes * hit + SIGMAS_OF_FEW * math.sqrt(lanes * hit * (1 - hit)) + SIGMAS_OF_FEW**2 / 6)
-        if rank <= 0.4 * lanes:
-            break
+    step = larger(8, next_power_of_2(columns // 16384 + 1) // 2)
+    lanes = lanes_of_few(k, step)
+    rank = rank_of_few(k, step, lanes)
+    segments = segments_of(rows, columns, MAX_SEGMENTS_OF_PIECES, device)
+    capacity = larger(1024, next_power_of_2(places_of_few(step, lanes, rank, segments)))
+    if capacity > MAX_PIECES_CAPACITY:
+        return None
+    return Config(segments, capacity, rank, lanes, step, WARPS, PIECE, TRIALS, True)
+
+
+@arithmetic
+def lanes_of_few(k: int, step: int) -> int:
+    lanes = FEWEST_LANES
+    while rank_of_few(k, step, lanes) > 0.4 * lanes:
         lanes *= 2
+    return lanes
+
+
+@arithmetic
+def rank_of_few(k: int, step: int, lanes: int) -> int:
+    hit = -math.expm1(-k / step / lanes)  # a lane has one of the k largest
+    return math.ceil(lanes * hit + SIGMAS_OF_FEW * math.sqrt(lanes * hit * (1 - hit)) + SIGMAS_OF_FEW**2 / 6)
+
+
+@arithmetic
+def places_of_few(step: int, lanes: int, rank: int, segments: int) -> int:
+    """Candidates of a row that reach the rank, and what fills its segments' pieces up."""
     # The greatest probability that may leave so few lanes hit, by Wilson's interval.
     part, square = (rank + rank // SLACK_PART.value) / lanes, SIGMAS_OF_FEW**2 / lanes
     error = math.sqrt(square * part * (1 - part) + square * square / 4)
     folded = -lanes * math.log1p(-(part + square / 2 + error) / (1 + square))
-    segments = segments_of(rows, columns, MAX_SEGMENTS_OF_PIECES, device)
-    filled = step * folded + segments * PIECE / 2
-    capacity = max(1024, next_power_of_2(math.ceil(filled)))
-    if capacity > MAX_PIECES_CAPACITY:
-        return None
-    return Config(segments, capacity, rank, lanes, step, WARPS, PIECE, TRIALS, True)
+    return math.ceil(step * folded + segments * PIECE / 2)
 
 
 def plan(problem: Problem, device: Device) -> Plan:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import triton.language as tl
 
-from xmla.core.values import next_power_of_2
+from xmla.core.values import arithmetic, larger, next_power_of_2
 
 SLACK_PART = tl.constexpr(24)  # a sample's rank may be missed by rank / SLACK_PART, for fewer steps of its search
 SIGMAS = 5  # standard deviations of the sample's error that candidates allow for, to both sides
@@ -27,11 +27,20 @@ class Sample:
     def of(cls, columns: int, k: int) -> "Sample":
         """The sample for the k largest of so many columns."""
         # The k-th largest of a row is about the k / step-th of the sample; a rank some deviations lower includes it.
-        step = max(8, next_power_of_2(max(columns, 1)) // 16384)
-        expected = k / step
-        rank = math.ceil(expected + SIGMAS * math.sqrt(expected) + 8)
-        lanes = max(1024, next_power_of_2(4 * rank))
-        most = rank + rank // SLACK_PART.value
-        folded = -lanes * math.log1p(-most / lanes)  # elements of the sample among which are so many lanes' maxima
-        candidates = step * folded * (1 + SIGMAS / math.sqrt(rank))
-        return cls(step, lanes, rank, max(1024, next_power_of_2(math.ceil(candidates))))
+        step = larger(8, next_power_of_2(larger(columns, 1)) // 16384)
+        rank = rank_of(k, step)
+        lanes = larger(1024, next_power_of_2(4 * rank))
+        return cls(step, lanes, rank, larger(1024, next_power_of_2(candidates_of(step, lanes, rank))))
+
+
+@arithmetic
+def rank_of(k: int, step: int) -> int:
+    expected = k / step
+    return math.ceil(expected + SIGMAS * math.sqrt(expected) + 8)
+
+
+@arithmetic
+def candidates_of(step: int, lanes: int, rank: int) -> int:
+    most = rank + rank // SLACK_PART.value
+    folded = -lanes * math.log1p(-most / lanes)  # elements of the sample among which are so many lanes' maxima
+    return math.ceil(step * folded * (1 + SIGMAS / math.sqrt(rank)))

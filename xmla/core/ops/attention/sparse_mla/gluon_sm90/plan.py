@@ -10,7 +10,7 @@ from xmla.core.ops.attention.sparse_mla.gluon_sm90.few_heads import BLOCKS, FEW_
 from xmla.core.ops.attention.sparse_mla.gluon_sm90.kernel import sparse_mla_sm90_kernel
 from xmla.core.ops.attention.sparse_mla.splits import Config, attention_plan
 from xmla.core.plan import ON_HOPPER, Condition, Implementation, Plan
-from xmla.core.values import Device, cdiv, larger, next_power_of_2
+from xmla.core.values import Device, arithmetic, cdiv, larger, next_power_of_2
 
 FORMATS = (V32, V4, NVFP4, PLAIN, PLAIN_V4)
 # The warps are those of the kernel's first partition. Each group of dims has a power of two that its warps know.
@@ -44,18 +44,18 @@ def plan(problem: Problem, device: Device) -> Plan:
     def constants(DEALT: bool, **of_call: Any) -> HopperAttention:
         places = larger(next_power_of_2(problem["T"]), FEWEST_DEALT) if DEALT else 0
         if differ and not DEALT:
-            places = places_in_order(problem, config, device)
+            places = places_in_order(problem["T"], problem["T"] * cdiv(problem["H"], config.block_h), config, device)
         return HopperAttention(**of_call, PLACES=places, DEALT=DEALT, SHARED=shared, FIRST_AHEAD=first_ahead)
 
     return attention_plan(problem, device, sparse_mla_sm90_kernel, config, constants, EARLY, dealt)
 
 
-def places_in_order(problem: Problem, config: Config, device: Device) -> int:
+@arithmetic
+def places_in_order(tokens: int, programs: int, config: Config, device: Device) -> int:
     """Places for the tokens if they are computed in the order of their lengths, which differ; else 0.
 
     One wave's tokens all start at once, and of many waves the last one's are few.
     """
-    tokens, programs = problem["T"], problem["T"] * cdiv(problem["H"], config.block_h)
     if tokens > MOST_PLACES or programs <= device.num_sms * config.programs:
         return 0
     return max(next_power_of_2(tokens), FEWEST_PLACES)

@@ -4,7 +4,7 @@ from xmla.core.call import Problem
 from xmla.core.ops.indexer.indexer_logits.gluon_sm90.kernel import KEYS, ROWS, indexer_logits_sm90_kernel
 from xmla.core.ops.indexer.shared import SM90_CONDITIONS, Query, head_rows
 from xmla.core.plan import Constants, Implementation, Launch, Plan
-from xmla.core.values import Device, cdiv
+from xmla.core.values import Device, arithmetic, cdiv
 
 # Keys of a CTA: 1902 µs with 1024, 2043 with 2048 at 2048 × 65536 (H200, 2026-11-22).
 CHUNKS = (1024, 512, 256, 128)
@@ -28,14 +28,20 @@ def grid_of(problem: Problem, device: Device, tokens: int) -> tuple[tuple[int, .
     """The programs of so many tokens, and the keys of each."""
     keys = problem["N"]
     groups = cdiv(tokens, tokens_a_program(problem, device))
+    chunk = chunk_of(groups, keys, device)
+    return (groups * cdiv(keys, chunk),), chunk
+
+
+@arithmetic
+def chunk_of(groups: int, keys: int, device: Device) -> int:
+    """The keys of a program, of so many groups of tokens."""
 
     def steps(chunk: int) -> int:
         """Sequential products: in each wave of CTAs those of one CTA, and about two for its queries."""
         programs = groups * cdiv(keys, chunk)
         return cdiv(programs, PROGRAMS_A_SM * device.num_sms) * (chunk // KEYS.value + 2)
 
-    chunk = min(CHUNKS, key=steps)
-    return (groups * cdiv(keys, chunk),), chunk
+    return min(CHUNKS, key=steps)
 
 
 def plan(problem: Problem, device: Device) -> Plan:

@@ -7,7 +7,7 @@ from xmla.core.ops.indexer.indexer_logits_paged.gluon_sm90.kernel import HALF, i
 from xmla.core.ops.indexer.indexer_logits_paged.plan import arrays_of, count_tiles, sizes_of
 from xmla.core.ops.indexer.shared import SM90_CONDITIONS, Pages, Query, group_tokens
 from xmla.core.plan import Condition, Constants, Implementation, Launch, Plan, overlap_limit
-from xmla.core.values import Device, smaller
+from xmla.core.values import Device, smaller, up_to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +26,8 @@ class HopperPagedLogits(Constants):
 def plan(problem: Problem, device: Device) -> Plan:
     grouping = group_tokens(problem, ROWS.value)
     # With few rows one more CTA fits on an SM: 22.3 instead of 23.9 µs at b=64, 8192 keys (H200, 2026-11-22).
-    few = grouping.group * grouping.block_i <= 64
-    programs_a_sm = 4 if few else PROGRAMS_A_SM
+    rows = grouping.group * grouping.block_i
+    programs_a_sm = up_to(64, rows, 4, PROGRAMS_A_SM)
     launch = Launch(
         indexer_logits_paged_sm90_kernel,
         grid=(smaller(count_tiles(problem, grouping, KEYS.value), device.num_sms * programs_a_sm),),
@@ -39,7 +39,7 @@ def plan(problem: Problem, device: Device) -> Plan:
                 QUERY=Query.of(problem),
                 PAGES=Pages.of(problem),
                 GROUP=grouping.group,
-                STAGES=2 if few else 3,
+                STAGES=up_to(64, rows, 2, 3),
                 BLOCK_G=256,
                 OVERLAP_LIMIT=overlap_limit(problem, device, "block_table", "lengths", "request_ids"),
                 KEYS_EARLY="cache" not in problem.written,
@@ -47,7 +47,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         },
         num_warps=4,
         num_stages=1,
-        max_registers=128 if few else REGISTERS,
+        max_registers=up_to(64, rows, 128, REGISTERS),
         spreads=True,
     )
     return Plan((launch,), problem.results, ("logits",))

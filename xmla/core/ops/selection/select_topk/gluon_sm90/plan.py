@@ -5,7 +5,7 @@ from xmla.core.lang.gluon import gl
 from xmla.core.ops.selection.select_topk.gluon_sm90.kernel import WARPS, topk_rows_sm90_kernel
 from xmla.core.ops.selection.select_topk.sample import Sample
 from xmla.core.plan import ON_HOPPER, Condition, Constants, Implementation, Launch, Plan
-from xmla.core.values import Device, larger, next_power_of_2
+from xmla.core.values import Device, arithmetic, larger, next_power_of_2
 
 MAX_K = 2048  # of which a sample leaves at most 4096 candidates, 16 of each thread, at up to MAX_COLUMNS
 MAX_COLUMNS = 131072  # a bit each, and their counts, in the shared memory of three programs an SM
@@ -74,9 +74,13 @@ def _many_of_a_row(problem: Problem, _: Device) -> str | None:
 
 def _few(problem: Problem, device: Device) -> str | None:
     rows, columns = problem["T"], problem["N"]
-    if rows > device.num_sms or (rows > MOST_ROWS_OF_CLUSTERS and columns <= MOST_COLUMNS_OF_FEW):
-        return None
-    return f"with {rows} rows of {columns} columns on {device.num_sms} SMs"
+    return None if are_many(rows, columns, device) else f"with {rows} rows of {columns} columns on {device.num_sms} SMs"
+
+
+@arithmetic
+def are_many(rows: int, columns: int, device: Device) -> bool:
+    """Whether rows are more than SMs, or more than clusters serve and not wide."""
+    return rows > device.num_sms or (rows > MOST_ROWS_OF_CLUSTERS and columns <= MOST_COLUMNS_OF_FEW)
 
 
 IMPLEMENTATION = Implementation(

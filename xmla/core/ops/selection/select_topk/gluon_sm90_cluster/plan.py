@@ -11,7 +11,7 @@ from xmla.core.ops.selection.select_topk.gluon_sm90_cluster.kernel import (
     topk_cluster_sm90_kernel,
 )
 from xmla.core.plan import ON_HOPPER, Condition, Constants, Implementation, Launch, Plan, overlap_limit
-from xmla.core.values import Device, larger, next_power_of_2
+from xmla.core.values import Device, arithmetic, larger, next_power_of_2
 
 MOST_TILES = 16  # of a CTA, in registers: 64 keys of a thread
 # Rows of clusters, by the most columns; of more rows, programs with a list or the portable kernels take less: 64 of
@@ -98,9 +98,13 @@ def plan(problem: Problem, device: Device) -> Plan:
 
 def _many(problem: Problem, _: Device) -> str | None:
     rows, columns = problem["T"], problem["N"]
-    if columns <= MOST_COLUMNS_OF_CTA or any(columns <= most and rows <= few for most, few in MOST_ROWS.items()):
-        return None
-    return f"with {rows} rows of {columns} columns"
+    return None if fits_clusters(rows, columns) else f"with {rows} rows of {columns} columns"
+
+
+@arithmetic
+def fits_clusters(rows: int, columns: int) -> bool:
+    """Whether rows are few enough for clusters, or short enough for a CTA each."""
+    return columns <= MOST_COLUMNS_OF_CTA or any(columns <= most and rows <= few for most, few in MOST_ROWS.items())
 
 
 IMPLEMENTATION = Implementation(
