@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from operator import itemgetter
 from typing import Any
 
@@ -18,6 +18,7 @@ import kit
 import launched
 import numpy as np
 import pytest
+from conftest import EVERYTHING
 from launched import check_launches
 from stacked import (
     FUSED,
@@ -96,13 +97,28 @@ class Layers:
                 kit.assert_bits_equal(f"{name} of layer {layer}", got[1][name], right)
 
 
+@cache
+def fused_layers(op: Op) -> Layers:
+    return Layers.of(op, fused_case(op))
+
+
+DONATIONS = [
+    (op, form, donated)
+    for number, op in enumerate(UPDATING)
+    for place, form in enumerate(FORMS)
+    for donated in (False, True)
+    if EVERYTHING or (number + place) % 2 == donated
+]
+
+
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
-@pytest.mark.parametrize("donated", [False, True])
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
-@pytest.mark.parametrize("op", UPDATING, ids=lambda op: op.name)
+@pytest.mark.parametrize(
+    ("op", "form", "donated"), DONATIONS, ids=lambda each: getattr(each, "__name__", kit.case_id(each))
+)
 @pytest.mark.usefixtures("device")
 def test_parts_of_stacks_have_the_bits_of_arrays_of_their_own(op: Op, form: Callable[..., Any], donated: bool) -> None:
-    layers = Layers.of(op, fused_case(op))
+    """Of an op every other form is donated; XMLA_ALL takes each with donation and without."""
+    layers = fused_layers(op)
     arguments = layers.arguments()
     found = jax.block_until_ready(jax.jit(partial(form, layers.call), donate_argnums=1 if donated else ())(*arguments))
     if form is beside_the_old:
@@ -123,7 +139,7 @@ def test_other_ways_of_launching_have_the_same_bits(
     op: Op, way: str, form: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of exports, and of machines without a C++ compiler, are jaxlib's own calls."""
-    layers = Layers.of(op, fused_case(op))
+    layers = fused_layers(op)
     program = jax.jit(partial(form, layers.call))
     if way == "export":
         program = jax.export.export(program, disabled_checks=jax_api.EXPORT_CHECKS)(*layers.arguments()).call
@@ -141,7 +157,7 @@ def test_other_ways_of_launching_have_the_same_bits(
 @pytest.mark.parametrize("op", UPDATING, ids=lambda op: op.name)
 def test_captured_graphs_take_other_addresses(op: Op, form: Callable[..., Any]) -> None:
     """XLA captures calls as a CUDA graph and updates its addresses; each time here all arrays are elsewhere."""
-    layers = Layers.of(op, fused_case(op))
+    layers = fused_layers(op)
     program = jax.jit(partial(form, layers.call), donate_argnums=1)
     every = [program(*layers.arguments()) for _ in range(5)]
     for found in every:
@@ -151,7 +167,7 @@ def test_captured_graphs_take_other_addresses(op: Op, form: Callable[..., Any]) 
 @pytest.mark.parametrize("op", UPDATING, ids=lambda op: op.name)
 @pytest.mark.usefixtures("device")
 def test_a_callback_beside_changes_nothing(op: Op) -> None:
-    layers = Layers.of(op, fused_case(op))
+    layers = fused_layers(op)
 
     def with_callbacks(read: Arrays, updated: Arrays) -> Any:
         found = []
