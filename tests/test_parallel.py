@@ -233,7 +233,10 @@ def test_jit_of_gradients_and_vmap() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["layers", "auto", "explicit"])
 def test_jax_stacks(way: str) -> None:
-    """Parts of stacks have the bits of arrays of their own on one device; GPUs launch what their calls launch."""
+    """Parts of stacks have the bits of arrays of their own on one device; GPUs launch what their calls launch.
+
+    Without XMLA_ALL each op takes every form, and has every way, but not every form in every way.
+    """
     if HAS_GPU and visible_gpus() < 2:
         pytest.skip("needs 2 GPUs")
     command = [sys.executable, str(FOLDER / "jax_stacks.py"), way]
@@ -241,7 +244,8 @@ def test_jax_stacks(way: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     found = {line["op"]: line["launches"] for line in map(json.loads, done.stdout.splitlines())}
     assert {op.name for op in registry().values() if op.mutates} <= found.keys()
-    assert all("looped, donated" in found[name] for name in found if registry()[name].mutates)
+    assert all(found.values())
+    assert not EVERYTHING or all("looped, donated" in found[name] for name in found if registry()[name].mutates)
 
 
 @pytest.mark.usefixtures("device", "one_rank")

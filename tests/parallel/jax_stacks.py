@@ -4,6 +4,7 @@ script, since the devices are made first.
 python jax_stacks.py WAY [OP …]      WAY is layers: each device has layers of its own, by `shard_map`; or auto or
                                      explicit: `jit` over a mesh axis of that kind, which shards the tokens of all.
 Prints a JSON line for each op: its programs and, on GPUs, the kernels of the op that each device launched in each.
+Without a GPU, unless XMLA_ALL is set, an op's form has either `auto` or the other two ways, its neighbours the others.
 """
 
 import os
@@ -188,11 +189,14 @@ def main(way: str, *names: str) -> int:
     warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
     wrong = 0
     own, mesh = way == "layers", mesh_of(AxisType.Explicit if way == "explicit" else AxisType.Auto, x=DEVICES)
+    numbers = {name: number for number, name in enumerate(sorted(OPS, key=lambda name: not OPS[name].mutates))}
     for op in map(OPS.__getitem__, names or OPS):
         if (case := even_case(op)) is None:
             continue
         stacks, programs = Stacks.over(mesh, op, *case, own), {}
-        for form in UPDATING if op.mutates else READING:
+        for place, form in enumerate(UPDATING if op.mutates else READING):
+            if not EVERYTHING and (numbers[op.name] + place + (way == "auto")) % 2:
+                continue
             for donated in [True, *[False] * (form is slices or EVERYTHING)] if op.mutates else [False]:
                 name = f"{form.__name__}{', donated' * donated}"
                 try:

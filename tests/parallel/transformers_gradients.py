@@ -41,10 +41,14 @@ def check_transformers(mesh: dist.DeviceMesh, rank: int, ranks: int) -> dict[str
     """Each rank has a text of its own; whichever modules are gathered by themselves."""
     device = mesh.device_type
     found = {}
+    whole = build("deepseek_v32", device, num_hidden_layers=2).train()
+    texts = text(device, ranks, 18)
+    wanted = {}
+    for warm_up in (False, True):
+        whole.zero_grad()
+        wanted[warm_up] = gradients(whole, texts, warm_up)
     for units, warm_up in (("layers", False), ("up-projections", False), ("model", True)):
-        whole = build("deepseek_v32", device, num_hidden_layers=2).train()
-        texts = text(device, ranks, 18)
-        want = gradients(whole, texts, warm_up)
+        want = wanted[warm_up]
         ours = gradients(sharded(device, units), texts[rank : rank + 1], warm_up)
         assert ours.keys() == want.keys()
         errors = {name: float((ours[name] - want[name]).norm() / want[name].norm()) for name in want}
