@@ -138,7 +138,7 @@ def shifted(shift: Shift, case: Case, by: float) -> Inputs | None:
 
 
 def cases_of(shift: Shift, by: float = 100.0) -> list[tuple[Case, Inputs]]:
-    found = [(case, shifted(shift, case, by)) for case in OPS[shift.op].cases]
+    found = [(case, shifted(shift, case, by)) for case in kit.cases(OPS[shift.op])]
     return [(case, inputs) for case, inputs in found if inputs is not None]
 
 

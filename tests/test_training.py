@@ -27,7 +27,7 @@ from xmla.torch_api._all_ops import TORCH_OPS
 
 OPS = registry()
 ATTENTION, BACKWARD = OPS["sparse_mla"], OPS["sparse_mla_backward"]
-TRAINED = [(BACKWARD, case) for case in BACKWARD.cases]
+TRAINED = [(BACKWARD, case) for case in kit.cases(BACKWARD)]
 SCALE = 0.0721688
 
 
@@ -630,7 +630,7 @@ def test_the_option_changes_nothing_but_the_derivative(arguments: dict[str, Any]
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("case", [case for case in BACKWARD.cases if case.attrs.get("deterministic", True)],
+@pytest.mark.parametrize("case", [case for case in kit.cases(BACKWARD) if case.attrs.get("deterministic", True)],
                          ids=kit.case_id)  # fmt: skip
 def test_in_any_order_agrees_with_the_reference(case: Case, device: str) -> None:
     attrs, inputs = {**case.attrs, "deterministic": False}, kit.make(case)

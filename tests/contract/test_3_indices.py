@@ -38,7 +38,7 @@ def test_an_invalid_slot_is_as_if_it_were_not_there(place: int, wrong: int | str
 @pytest.mark.parametrize("name", sorted(n for n in OPS if OPS[n].outputs))
 def test_nothing_is_written_beside_the_results(name: str) -> None:
     op = OPS[name]
-    for case in op.cases:
+    for case in kit.cases(op):
         arguments = kit.torch_inputs(op, kit.make(case), DEVICE)
         function = getattr(TORCH_OPS, name)
         plan = function.plan(*arguments, **case.attrs)

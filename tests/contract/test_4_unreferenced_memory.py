@@ -20,7 +20,7 @@ BYTES = (0x00, 0x7F)
 @pytest.mark.parametrize(("op", "pool"), READ, ids=lambda value: getattr(value, "name", value))
 def test_unreferenced_memory_does_not_matter(op: Op, pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cases' pools are NaN wherever nothing refers to; filled with any other byte they give the same bits."""
-    for number, case in enumerate(op.cases):
+    for number, case in enumerate(kit.cases(op)):
         inputs = kit.make(case)
         if pool not in inputs:
             continue
@@ -226,7 +226,7 @@ MASKS = {"row": without_keys, "column": without_a_column, "key": without_a_key, 
 def masked(op: Op, mask: str) -> list[tuple[Case, dict[str, np.ndarray], dict[str, Place]]]:
     """Cases of a mask, their inputs, and where these do not matter."""
     found = []
-    for case in op.cases:
+    for case in kit.cases(op):
         inputs = kit.make(case)
         places = MASKS[mask](op, inputs)
         if places and (forward := FORWARD.get(op.name)) and "forward_out" in inputs:

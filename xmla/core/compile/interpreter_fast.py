@@ -355,7 +355,25 @@ def _patch_attr(owner: Any, name: str, member: Any, builder: Any, scope: Any) ->
     scope.set_attr(owner, name, faster)
 
 
-_patch_for = cache(interpreter._patch_lang)
+_patch_lang = interpreter._patch_lang
+_patch_for = cache(_patch_lang)
+_patches: dict[frozenset[str], list[tuple[Any, str, Any]]] = {}
+
+
+def _patch_launch(function: Any) -> Any:
+    """Patch the modules of Triton's language that a kernel sees, by what was found when one saw them first.
+
+    To look for it takes 2 ms, as long as a small kernel.
+    """
+    seen = frozenset(each.__name__ for each in function.__globals__.values() if each is tl or each is tl.core)
+    if seen not in _patches:
+        scope = _patch_lang(function)
+        _patches[seen] = [(owner, name, getattr(owner, name)) for owner, name, _ in scope._changes]
+        return scope
+    scope = interpreter._LangPatchScope()
+    for patch in _patches[seen]:
+        scope.set_attr(*patch)
+    return scope
 
 
 def _call_device_function(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -372,6 +390,7 @@ def _call_device_function(function: Any, *args: Any, **kwargs: Any) -> Any:
 SHORTCUTS: tuple[tuple[Any, str, Any], ...] = (
     (interpreter, "_get_np_dtype", _np_dtype),
     (interpreter, "_patch_attr", _patch_attr),
+    (interpreter, "_patch_lang", _patch_launch),
     (interpreter.interpreter_semantic, "__class__", _Semantic),
     (tl.block_type, "__init__", _init_block),
     (tl.tensor, "__init__", _init_tensor),
