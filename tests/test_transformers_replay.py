@@ -9,7 +9,7 @@ from conftest import require_transformers
 
 require_transformers()
 
-from small_transformers import KEYED, attending, build, distance, padded, text
+from small_transformers import HOW, KEYED, attending, build, distance, padded, pairs, text
 
 from xmla import torch_api as xt
 from xmla.core.errors import ArgumentError, UnsupportedError
@@ -70,8 +70,7 @@ def other(rows: torch.Tensor) -> torch.Tensor:
     return torch.where(behind <= place, behind, -1).expand_as(rows).contiguous()
 
 
-@pytest.mark.parametrize("how", ["none", "left", "right", "packed"])
-@pytest.mark.parametrize("kind", KEYED)
+@pytest.mark.parametrize(("kind", "how"), pairs(KEYED, HOW))
 def test_a_pass_with_its_own_selections_has_its_bits(kind: str, how: str, device: str) -> None:
     """Whatever stands before the first key of a document, also where layers share a selection."""
     model, tokens = build(kind, device), text(device)

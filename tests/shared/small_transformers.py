@@ -1,5 +1,6 @@
 """Small random models of transformers that xmla serves, and what they are given."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from transformers import (
     MistralLarge4ForConditionalGeneration,
     PixtralVisionConfig,
 )
+
+from tools.environment import EVERYTHING
 
 LAYERS = 3
 SIZES: dict[str, Any] = {
@@ -40,6 +43,23 @@ OF_TYPE["glm5_next_text"] = {
     "layer_types": ["indexed_attention", "indexed_attention", "linear_attention"], "hc_mult": 2,
     "indexer_types": ["full", "shared", "full"],
 } | DENSE  # fmt: skip
+
+
+def pairs[Way](kinds: Sequence[str], ways: Sequence[Way]) -> list[tuple[str, Way]]:
+    """Kinds of models and ways to call them: all pairs of them by XMLA_ALL, elsewhere fewer of kinds that score keys.
+
+    These share the code of masks, caches and parts, and differ in what is read from their modules. So the first of them
+    has every way, each of the others one or two, and the models of entries and pools have all.
+    """
+    return [
+        (kind, way)
+        for number, kind in enumerate(kinds)
+        for place, way in enumerate(ways)
+        if EVERYTHING or kind not in KEYED[1:] or (place - number) % min(len(ways), len(KEYED)) == 0
+    ]
+
+
+HOW = ("none", "left", "right", "packed")  # sequences are padded
 
 
 def build(kind: str, device: str, **changes: Any) -> Any:
