@@ -29,6 +29,9 @@ What JAX and XLA do to a call, and the forms (tests/jax_programs/forms.py) or ot
 - command buffers, which record the addresses that the assignment has: tests/gpu, tests/test_jax_stacks.py on a GPU;
 - addresses that are none of these: launcher.cc refuses them when it runs (tests/test_launcher.py).
 
+Each program of an op, form and donation is compiled by one of the releases, which divide them so that each has every
+form with donation and without; XMLA_ALL compiles all of them by each. Layers of Flax's are whole in either.
+
 Values are compared in tests/test_jax_stacks.py, and over two devices by tests/parallel/jax_stacks.py, on GPUs with the
 launcher itself.
 """
@@ -41,7 +44,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from conftest import HAS_GPU
+from conftest import EVERYTHING, HAS_GPU
 
 from tools import releases
 from xmla.core.registry import registry
@@ -55,7 +58,7 @@ OF_EVERY_OP = {"slices", "scanned_and_used", "looped", "scanned"}
 
 @cache
 def compiled(release: str, part: int) -> subprocess.CompletedProcess[str]:
-    """A process that tells of the programs of a part of the ops."""
+    """A process that tells of the programs of a part of the ops; without XMLA_ALL of one release's half of them."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     ours = (
         releases.folder("jax", release),
@@ -64,7 +67,8 @@ def compiled(release: str, part: int) -> subprocess.CompletedProcess[str]:
         *filter(None, [os.environ.get("PYTHONPATH")]),
     )
     environment["PYTHONPATH"] = os.pathsep.join(map(str, ours))
-    command = [sys.executable, "-W", "ignore", str(TESTS / "jax_programs/programs.py"), *NAMES[part::PARTS]]
+    share = "all" if EVERYTHING else str(releases.SERVED["jax"].index(release) % 2)
+    command = [sys.executable, "-W", "ignore", str(TESTS / "jax_programs/programs.py"), share, *NAMES[part::PARTS]]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 

@@ -1,8 +1,8 @@
 """Compiles programs that call ops, in every form, as XLA does for an H200, and tells what is wrong with them.
 
-    PYTHONPATH=tests/shared:. python tests/jax_programs/programs.py OP …
-An op is a name of the registry, or flax: layers of Flax's. Prints a line of JSON for each: the release of JAX, the
-forms of its programs, and the faults. No GPU is needed.
+    PYTHONPATH=tests/shared:. python tests/jax_programs/programs.py SHARE OP …
+SHARE is all, or 0 or 1 for a half of an op's programs. An op is a name of the registry, or flax: layers of Flax's.
+Prints a line of JSON for each: the release of JAX, the forms of its programs, and the faults. No GPU is needed.
 """
 
 import json
@@ -35,6 +35,7 @@ XLA_NAMES = {
     "bool": "pred", "uint8": "u8", "int8": "s8", "int32": "s32", "float8_e4m3fn": "f8e4m3fn", "float16": "f16",
     "bfloat16": "bf16", "float32": "f32",
 }  # fmt: skip
+OPS = sorted(registry(), key=lambda name: not registry()[name].mutates)  # of either kind every other one
 UNFUSED = {"xla_gpu_enable_dynamic_slice_fusion": False}  # without the fusions of custom calls with slices
 PTX = {"cubin": b"", "ptx": "", "ttir": "", "ttgir": "", "llir": ""}
 FACTS = {"name": "kernel", "num_warps": 4, "shared": 0, "global_scratch_size": 0}
@@ -109,17 +110,22 @@ def faults(form: Form, call: OpCall, donated: bool) -> Iterator[str]:
             yield f"{moved} caches are moved, expected {most}"
 
 
-def programs_of(name: str) -> Iterator[tuple[str, str, Iterator[str]]]:
-    """The form of each program, what else it is, and its faults."""
+def programs_of(name: str, share: str) -> Iterator[tuple[str, str, Iterator[str]]]:
+    """The form of each program, what else it is, and its faults, of which another share's are not looked for.
+
+    Of an op that updates either share has every form: one with donation, the other without.
+    """
     calls = op_calls(registry()[name])
-    for form in FORMS:
+    number = OPS.index(name)
+    for place, form in enumerate(FORMS):
         call = next(filter(form.takes, calls), None)
         if call is not None:
             for donated in (False, True) if call.op.mutates else (False,):
                 over = f"{form.spread} over devices, " if form.spread else ""
                 by = f", {', '.join(form.options)}" if form.options else ""
                 details = f"{over}{call.case.name}{', donated' if donated else ''}{by}"
-                yield form.function.__name__, details, faults(form, call, donated)
+                own = share in ("all", str((number + place + donated) % 2))
+                yield form.function.__name__, details, faults(form, call, donated) if own else iter(())
 
 
 def on_one_device(shapes: Any) -> Any:
@@ -151,9 +157,10 @@ def programs_of_flax() -> Iterator[tuple[str, str, Iterator[str]]]:
 
 def main() -> None:
     stand_in()
-    for name in sys.argv[1:]:
+    share, *names = sys.argv[1:]
+    for name in names:
         forms, wrong = set(), []
-        for form, details, its_faults in programs_of_flax() if name == "flax" else programs_of(name):
+        for form, details, its_faults in programs_of_flax() if name == "flax" else programs_of(name, share):
             forms.add(form)
             try:
                 wrong += [f"{form}, {details}: {fault}" for fault in its_faults]
