@@ -202,8 +202,8 @@ def in_one(gradients: dict[str, np.ndarray]) -> Any:
 
 def fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo on fewer tokens, though more than are selected."""
-    monkeypatch.setattr(decoding, "PROMPTS", (40, 12, 5))
-    monkeypatch.setattr(decoding, "DECODED", 5)
+    monkeypatch.setattr(decoding, "PROMPTS", (36, 9, 4))
+    monkeypatch.setattr(decoding, "DECODED", 4)
 
 
 def test_demo_agrees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +250,7 @@ def test_demo_notices_a_mistake(mistake: Callable[..., Any], monkeypatch: pytest
 @pytest.mark.slow
 def test_training_demo_agrees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """The loss of its last step is lower than that of the first, too."""
-    monkeypatch.setitem(curves.SIZES, device, curves.Sizes(2, 12, 4, {WARM_UP: 3, JOINT: 2}))
+    monkeypatch.setitem(curves.SIZES, device, curves.Sizes(2, 8, 3, {WARM_UP: 3, JOINT: 2}))
     picture = tmp_path / "curves.png"
     result, figures = agreeing(tmp_path / "figures.json", "--framework", "jax", "--train", "--picture", str(picture))
     places = {(figure["name"], figure["where"]) for figure in figures}
