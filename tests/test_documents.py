@@ -14,9 +14,10 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from conftest import marked_jax, require_tool, require_transformers
+from conftest import EVERYTHING, marked_jax, require_tool, require_transformers
 
 import xmla
+from tools import fresh
 from tools.report.pages import PICTURES, RESULTS, TABLES, Picture, Table
 from tools.report.pictures import described
 from xmla.bench.picture import COLORS
@@ -77,10 +78,19 @@ def test_a_file_that_the_built_page_shows_is_linked(page: Path) -> None:
         assert f"]({file})" in text, file
 
 
+def runs_elsewhere(code: str) -> bool:
+    """Whether tests/test_wheel.py runs a program in this run too, with nothing but what it needs."""
+    return not EVERYTHING and fresh.frameworks(code) <= {"torch", "transformers"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [marked_jax(page, code) for page, code in PROGRAMS.items() if code], ids=name_of)
+@pytest.mark.parametrize(
+    "page",
+    [marked_jax(page, code) for page, code in PROGRAMS.items() if code and not runs_elsewhere(code)],
+    ids=name_of,
+)
 def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
-    """The blocks of a page are one program."""
+    """The blocks of a page are one program; tests/test_wheel.py runs those without JAX, XMLA_ALL all here too."""
     if "xmla.transformers" in PROGRAMS[page]:
         require_transformers()
     printed_by(PROGRAMS[page], tmp_path)
@@ -120,8 +130,13 @@ def commands() -> Iterator[tuple[str, str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("page", "command"), [*commands()])
 def test_commands_run(page: str, command: str) -> None:
-    """`xmla` runs; `make` and `pip install`, which take minutes, name targets and extras that exist."""
+    """`xmla` runs; `make` and `pip install`, which take minutes, name targets and extras that exist.
+
+    A demo has options that exist, and by XMLA_ALL runs: tests/test_flax_model.py runs it on fewer tokens.
+    """
     program, *arguments = command.split()
+    if program == "xmla" and arguments[0] == "demo" and not EVERYTHING:
+        arguments.append("--help")
     if program == "make":
         done = run(["make", "--dry-run", *arguments])
     elif program == "pip":
