@@ -164,7 +164,7 @@ class Shared:
         self.cta.read(self, *me.step(WARPS))
         if divisions(layout) != divisions(self.layout):
             self.cta.read_of_others(self)
-        return Tensor(self.values, self.dtype)
+        return Tensor(self.values, self.dtype, layout)
 
     def store(self, value: Tensor) -> None:
         if value.shape != self.shape or value.dtype != self.dtype:

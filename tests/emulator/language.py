@@ -258,8 +258,12 @@ def inline_asm_elementwise(
         vectors = [*linear.reg_bases, *linear.lane_bases, *linear.warp_bases]
         threads = combinations(vectors, shape).reshape(-1, pack)
         bits = [element for x in bits for element in x.reshape(-1)[threads].T]
-        ptx.run(asm, outputs, bits, _running.memory.add)
-        return None  # nobody asks for what several elements give
+        results = ptx.run(asm, outputs, bits, _running.memory.add)
+        if outputs < pack:
+            return None  # nobody asks for what several elements give
+        elements = np.empty(shape, NUMPY[dtype])
+        elements.reshape(-1)[threads.T] = [x.view(NUMPY[dtype]) for x in results]
+        return Tensor(elements, dtype, layout)
     results = ptx.run(asm, outputs, bits, _running.memory.add)
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
     values = tuple(Tensor(x.view(NUMPY[kind]), kind) for x, kind in zip(results, dtypes, strict=True))

@@ -1,7 +1,7 @@
 """The PTX of `gl.inline_asm_elementwise`: an instruction at a time, on arrays of all threads' registers.
 
-Registers hold bits, unsigned; predicates hold booleans. Branches go forward, to a label; after one, threads that have
-taken it have no more effects. Where lanes count, arrays are of all threads in order.
+Registers hold bits, unsigned; predicates hold booleans. Branches go forward, to a label; up to there, threads that have
+taken one have no effects. Where lanes count, arrays are of all threads in order.
 """
 
 import re
@@ -104,6 +104,13 @@ def _dot_of_bytes(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return (_parts(a, U8).astype(U32) * _parts(b, U8)).sum(-1, dtype=U32) + c
 
 
+def _add_down(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The sum of two floats, rounded towards −∞; float64 has it exactly where the parts are not too far apart."""
+    exact = a.astype(np.float64) + b
+    rounded = exact.astype(F32)
+    return np.where(rounded > exact, np.nextafter(rounded, F32.type(-np.inf)), rounded)
+
+
 # Of each instruction the dtypes as which it takes its sources, and what it computes of them.
 INSTRUCTIONS: dict[str, tuple[tuple[Any, ...], Callable[..., Any]]] = {
     "mov.b32": ((U32,), lambda a: a),
@@ -123,6 +130,7 @@ INSTRUCTIONS: dict[str, tuple[tuple[Any, ...], Callable[..., Any]]] = {
     "mul.bf16x2": ((U32, U32), _multiply_pairs(BRAIN)),
     "mul.f32": ((F32, F32), np.multiply),
     "add.f32": ((F32, F32), np.add),
+    "add.rm.f32": ((F32, F32), _add_down),
     "fma.rn.f32": ((F32, F32, F32), _fma),
     "fma.rn.f32x2": ((U64, U64, U64), _fma_pair),
     "abs.f32": ((F32,), np.abs),
@@ -152,6 +160,10 @@ INSTRUCTIONS: dict[str, tuple[tuple[Any, ...], Callable[..., Any]]] = {
     "setp.gt.u32": ((U32, U32), np.greater),
     "setp.eq.u32": ((U32, U32), np.equal),
     "setp.gt.f32": ((F32, F32), np.greater),
+    "setp.lt.f32": ((F32, F32), np.less),
+    "setp.lt.and.f32": ((F32, F32, BOOL), lambda a, b, c: (a < b) & c),
+    "setp.ge.s32": ((I32, I32), np.greater_equal),
+    "setp.lt.s32": ((I32, I32), np.less),
     "setp.ne.u32": ((U32, U32), np.not_equal),
     "setp.eq.or.u32": ((U32, U32, BOOL), lambda a, b, c: (a == b) | c),
     "setp.le.s32": ((I32, I32), np.less_equal),
@@ -203,10 +215,10 @@ class _Thread:
                 self.write(name, part, affected)
             return
         value = np.broadcast_to(value, self.shape)
-        if affected is not None:
+        names = [name.strip() for name in text.strip("{}").split(",")]
+        if affected is not None and all(name in self.registers for name in names):
             value = np.where(affected, value, self.read(text, value.dtype))
         if text.startswith("{"):
-            names = [name.strip() for name in text[1:-1].split(",")]
             halves = _parts(value, np.dtype(f"u{value.dtype.itemsize // 2}"))
             self.registers |= {name: halves[..., i] for i, name in enumerate(names)}
         else:
@@ -232,9 +244,13 @@ def run(
     """The output registers of `asm`; `operands` are the bits of the inputs. `add` adds values at global addresses."""
     threads = _Thread({f"${outputs + i}": value for i, value in enumerate(operands)})
     active = np.ones(threads.shape, bool)
+    jumped: dict[str, np.ndarray] = {}
     body = asm.strip()
     for statement in body[1:-1].split(";") if body.startswith("{") else body.split(";"):
-        statement = statement.strip()
+        label, colon, after = statement.strip().rpartition(":\n")
+        if colon:
+            active = active | jumped.pop(label, False)
+        statement = after.strip()
         if not statement or statement.startswith(".reg") or statement.endswith(":"):
             continue
         negated, guard, opcode, rest = STATEMENT.fullmatch(statement).groups()
@@ -244,9 +260,12 @@ def run(
             affected = active & (threads.read(guard, BOOL) ^ bool(negated))
         arguments = [part.strip() for part in SOURCE.findall(rest)]
         if opcode == "bra":
+            jumped[rest] = jumped.get(rest, False) | affected
             active = active & ~affected
         elif opcode == "red.relaxed.gpu.global.add.u64":
             add(threads.address(arguments[0])[affected], threads.read(arguments[1], U64)[affected])
+        elif opcode == "red.relaxed.gpu.global.add.u32":
+            add(threads.address(arguments[0])[affected], threads.read(arguments[1], U32)[affected])
         elif opcode == "red.relaxed.gpu.global.add.v4.f32":
             addresses, names = threads.address(arguments[0])[affected], arguments[1][1:-1].split(",")
             if (addresses % 16).any():
@@ -268,5 +287,5 @@ def run(
         elif opcode != "prefetch.global.L2":
             dtypes, compute = INSTRUCTIONS[opcode]
             sources = [threads.read(text, dtype) for text, dtype in zip(arguments[1:], dtypes, strict=True)]
-            threads.write(arguments[0], compute(*sources), affected if guard else None)
+            threads.write(arguments[0], compute(*sources), affected if guard or not active.all() else None)
     return [threads.registers[f"${i}"] for i in range(outputs)]
