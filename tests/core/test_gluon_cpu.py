@@ -107,7 +107,7 @@ PAGED_BLOCKS = with_blocks(paged_case((900, 300, 1500), 48, heads=32), 85, 16)
 BLOCK_LOGITS = registry()["indexer_block_logits_paged"], PAGED_BLOCKS, HOPPER
 DERIVATIVE = registry()["sparse_mla_backward"], backward_of(make_case(1, 40, 100, 16, PLAIN)), HOPPER
 ANY_ORDER = DERIVATIVE[0], backward_of(make_case(1, 2, 200, 16, PLAIN, deterministic=False)), HOPPER
-# Tokens with few heads, which add to entries together: one is in a group of its own.
+# Tokens with few heads, which add to entries together.
 TOGETHER = DERIVATIVE[0], backward_of(make_case(5, 2, 150, 16, PLAIN, with_lengths=True)), HOPPER
 
 
@@ -431,8 +431,8 @@ def test_entries_gradients_do_not_depend_on_who_adds_together(kind: str, monkeyp
 
 
 def test_launches_of_some_groups_have_the_results_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = TOGETHER[1]
-    whole, parts = plan_of(*TOGETHER), another_plan(monkeypatch, "FACTORS_BYTES", 0, case)
+    case = backward_of(make_case(9, 2, 70, 16, PLAIN, with_lengths=True))
+    whole, parts = plan_of(DERIVATIVE[0], case, HOPPER), another_plan(monkeypatch, "FACTORS_BYTES", 0, case)
     assert whole is not None and len(parts.launches) == len(whole.launches) + 3
     results = [emulator.run(plan, kit.copies(kit.make(case))) for plan in (whole, parts)]
     assert all(a.tobytes() == b.tobytes() for a, b in zip(*results, strict=True))
@@ -912,16 +912,19 @@ PLANTED = [
     Planted(LOGITS, RAGGED, "place // 16 * 16 + place // 2 % 2 * 8", "place // 16 * 16 + place // 4 % 2 * 8"),
     Planted(PAGED_LOGITS, PAGED, "offset_of(entry, 4, PAGE_SIZE)", "offset_of(entry, 8, PAGE_SIZE)"),
     Planted(DERIVATIVE, BACKWARD, "{x(i + 2 * half)}, u,", "{x(i + half)}, u,"),
-    Planted(TOGETHER, DQ_KERNEL, "async_copy.wait_group(1)", "async_copy.wait_group(2)"),
+    Planted(TOGETHER, DQ_KERNEL, "wait_group(0)\n        fence_async", "wait_group(1)\n        fence_async"),
     Planted(TOGETHER, DQ_KERNEL, "factors.store(ds)\n        fence_async_shared()\n", "factors.store(ds)\n"),
-    Planted(TOGETHER, DQ_KERNEL, "copy_entries(cache_ptr, slot, stage, entries, C)",
-            "copy_entries(cache_ptr, slot, (tile + 1) % STAGES, entries, C)"),
-    Planted(TOGETHER, DQ_KERNEL, "gl.store(row + HEADS, ds, mask=key_ok)", "gl.store(row + HEADS, p, mask=key_ok)"),
-    Planted(TOGETHER, DCACHE_KERNEL, "async_copy.wait_group(STAGES - 2)", "async_copy.wait_group(STAGES - 1)"),
-    Planted(TOGETHER, DCACHE_KERNEL, "num_keys, (tile + STAGES - 1) % STAGES,", "num_keys, tile % STAGES,"),
-    Planted(TOGETHER, DCACHE_KERNEL, "p.slice(TOKEN * TILE_KEYS,", "p.slice(0 * TILE_KEYS,"),
-    Planted(TOGETHER, DCACHE_KERNEL, "(token + number < num_tokens) & ", ""),
-    Planted(TOGETHER, DCACHE_KERNEL, "low{half}, low{half}, {each};", "low{half}, low0, {each};"),
+    Planted(TOGETHER, DQ_KERNEL, "copy_entries(cache_ptr, slot, (tile + 1) % STAGES, entries, C)",
+            "copy_entries(cache_ptr, slot, stage, entries, C)"),
+    Planted(TOGETHER, DQ_KERNEL, "gl.store(row + HEADS, p, mask=key_ok)", "gl.store(row + HEADS, ds, mask=key_ok)"),
+    Planted(TOGETHER, DCACHE_KERNEL, "wait_group(AHEAD - 1)\n    gl.barrier()", "wait_group(AHEAD)\n    gl.barrier()"),
+    Planted(TOGETHER, DCACHE_KERNEL, "smem = even.index((turn + pair + RING - 1) % RING)",
+            "smem = even.index((turn + pair) % RING)"),
+    Planted(TOGETHER, DCACHE_KERNEL, "queries.index(2 * pair + 1), empty", "queries.index(2 * pair), empty"),
+    Planted(TOGETHER, DCACHE_KERNEL, "(row < num_tokens) & ", ""),
+    Planted(TOGETHER, DCACHE_KERNEL, "{sums[i]}, z{i};\" for i", "{sums[0]}, z{i};\" for i"),
+    Planted(TOGETHER, DCACHE_KERNEL, '"add.s32 low, t, s;"', '"add.s32 low, t, t;"'),
+    Planted(TOGETHER, DCACHE_KERNEL, "warpgroup_mma_wait(0, deps=[odd_acc])", "warpgroup_mma_wait(1, deps=[odd_acc])"),
 ]  # fmt: skip
 SEEDS = 4
 

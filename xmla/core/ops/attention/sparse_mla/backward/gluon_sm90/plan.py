@@ -9,8 +9,10 @@ from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.any_order import (
     sparse_mla_backward_any_order_sm90_kernel,
 )
 from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.common import PIECE_DIMS
-from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.entries import TILE_KEYS as MERGED_TILE_KEYS
-from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.entries import sparse_mla_backward_dcache_sm90_kernel
+from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.entries import (
+    WARPGROUP_DIMS,
+    sparse_mla_backward_dcache_sm90_kernel,
+)
 from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.kernel import TILE_KEYS, sparse_mla_backward_sm90_kernel
 from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.merge import MOST_COUNTED, TOKENS, merge_slots_kernel
 from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.order import MOST_KEYS, order_slots_kernel
@@ -32,6 +34,7 @@ MOST_ENTRIES = 1 << 17  # of which a program reads all between a group's least a
 COUNTERS = 2  # programs on an SM that count the slots of groups
 COUNTED_BYTES = 64 << 20  # of all programs' counts
 ADDING_REGISTERS = 168  # of a thread, so that three CTAs fit on an SM
+ADDITIONS = 2  # to low words for a slot that names an entry, at most
 FACTORS_BYTES = 256 << 20  # of P and dS that are kept
 WAVES = 4  # of CTAs in a launch: 8 take up to 17 % longer on an H100, all up to 83 %
 
@@ -85,13 +88,18 @@ class MergedEntries(Constants):
         return summed_heads(self.HEADS)
 
     @property
-    def PART_PIECES(self) -> int:
-        """Pieces of dims of a CTA: few enough that several CTAs fit on an SM."""
-        return 3 if self.LAYOUT.tail else 4
+    def WARPGROUPS(self) -> int:
+        """Of a CTA: three CTAs of one fit on an SM, and are sooner than one of two."""
+        return 1
+
+    @property
+    def PART_DIMS(self) -> int:
+        """Dims of a CTA."""
+        return self.WARPGROUPS * WARPGROUP_DIMS.value
 
     @property
     def PARTS(self) -> int:
-        return self.LAYOUT.dims // PIECE_DIMS.value // self.PART_PIECES
+        return cdiv(self.LAYOUT.dims, self.PART_DIMS)
 
 
 def tokens_of_a_launch(problem: Problem, device: Device, head_blocks: int) -> int:
@@ -131,7 +139,7 @@ def merged(problem: Problem, device: Device) -> Plan:
     of_a_token = max(keys * 2 * constants.SUMMED_HEADS * 2, 1)
     most = max(FACTORS_BYTES // of_a_token // group, 1) * group
     most_groups = cdiv(min(most, tokens), group)
-    programs = max(min(most_groups, COUNTERS * device.num_sms, COUNTED_BYTES // (8 * entries)), 1)
+    programs = max(min(most_groups, COUNTERS * device.num_sms, COUNTED_BYTES // (16 * entries)), 1)
     merge = Launch(
         merge_slots_kernel,
         grid=(programs,),
@@ -141,7 +149,7 @@ def merged(problem: Problem, device: Device) -> Plan:
             "num_slots": entries, "num_keys": keys, "slot_stride": problem.specs["slots"].stride(0),
             "num_tokens": tokens, "first_token": 0, "num_groups": 0,
         },
-        constexprs={"HAS_LENGTHS": problem.has("lengths"), "BLOCK": 1024},
+        constexprs={"ADDITIONS": ADDITIONS, "HAS_LENGTHS": problem.has("lengths"), "BLOCK": 1024},
         num_warps=8,
     )  # fmt: skip
     dq = Launch(
@@ -157,12 +165,13 @@ def merged(problem: Problem, device: Device) -> Plan:
         sparse_mla_backward_dcache_sm90_kernel,
         grid=(0,),
         outputs=("sums",),
-        sizes={"num_slots": entries, "num_keys": keys, "num_tokens": tokens, "first_token": 0},
+        sizes={"num_keys": keys, "num_tokens": tokens, "first_token": 0},
         constexprs={"C": adding},
+        num_warps=4 * adding.WARPGROUPS,
         num_stages=1,
         max_registers=ADDING_REGISTERS,
     )
-    launches = [clear("counts", programs * entries * 2)]
+    launches = [clear("counts", programs * entries * 4)]
     for rows in divided(tokens, most) or [Rows(0, 0)]:
         groups = cdiv(rows.count, group)
         launches += [
@@ -171,7 +180,7 @@ def merged(problem: Problem, device: Device) -> Plan:
             replace(dcache, grid=(groups * adding.PARTS,)).with_sizes(first_token=rows.first),
         ]
     workspace = {
-        "counts": Spec((programs, entries, 2), "int32"),
+        "counts": Spec((programs, entries, 4), "int32"),
         "ordered": Spec((most_groups * group, keys), "int32"),
         "ends": Spec((most_groups * group,), "int32"),
         "places": Spec((most_groups, group * keys), "int32"),
@@ -180,9 +189,7 @@ def merged(problem: Problem, device: Device) -> Plan:
         "merged_ends": Spec((most_groups,), "int32"),
         "factors": Spec((most_groups * group, keys, 2, constants.SUMMED_HEADS), "bfloat16"),
     }
-    tile_keys = MERGED_TILE_KEYS.value
-    touched = cdiv(group * keys, tile_keys) * tile_keys  # past the last slot 0 is added to the entry of that place
-    return around(problem, launches, additions=1, paired=True, touched=touched, workspace=workspace)
+    return around(problem, launches, additions=ADDITIONS, paired=False, workspace=workspace)
 
 
 def plan(problem: Problem, device: Device) -> Plan:

@@ -66,7 +66,7 @@ def sparse_mla_backward_dq_sm90_kernel(
     num_keys,  # K
     first_token,
     references_ptr,  # [P, R] i32
-    factors_ptr,  # [tokens of a launch, K, 2, SUMMED_HEADS]: P and dS
+    factors_ptr,  # [tokens of a launch, K, 2, SUMMED_HEADS]: dS and P
     dq_ptr,  # [T, H, L+E]
     C: gl.constexpr,  # HopperProducts
 ):
@@ -97,8 +97,7 @@ def sparse_mla_backward_dq_sm90_kernel(
     for piece in gl.static_range(VALUE_PIECES):
         copy_columns(dout_row, offs_h < C.HEADS, dout.index(piece), piece * PIECE_DIMS)
     copy_entries(cache_ptr, load_slots(slots, 0, end, ROWS), 0, entries, C)
-    copy_entries(cache_ptr, load_slots(slots, 1, end, ROWS), 1, entries, C)
-    slot = load_slots(slots, 2, end, ROWS)
+    slot = load_slots(slots, 1, end, ROWS)
 
     offs_h = gl.arange(0, HEADS, layout=gl.SliceLayout(0, S_LAYOUT))
     head_ok = offs_h < C.HEADS
@@ -119,7 +118,7 @@ def sparse_mla_backward_dq_sm90_kernel(
     for tile in tl.range(0, tiles, disable_licm=True):
         stage = tile % STAGES
         first = stage * PIECES
-        async_copy.wait_group(1)
+        async_copy.wait_group(0)
         fence_async_shared()
         gl.barrier()
         s, dp = empty, empty
@@ -128,6 +127,10 @@ def sparse_mla_backward_dq_sm90_kernel(
             s = warpgroup_mma(keys, q.index(piece).permute((1, 0)), s, use_acc=piece > 0, is_async=True)
             if piece < VALUE_PIECES:
                 dp = warpgroup_mma(keys, dout.index(piece).permute((1, 0)), dp, use_acc=piece > 0, is_async=True)
+        # Fences wait for copies under way: those of the next tile start behind this one's, and behind its products, or
+        # the compiler makes a fence between them.
+        copy_entries(cache_ptr, slot, (tile + 1) % STAGES, entries, C)
+        slot = load_slots(slots, tile + 2, end, ROWS)
         named = load_slots(slots, tile, end, KEYS)
         scores, dp = warpgroup_mma_wait(0, deps=[s, dp])
         p, ds, greatest = derive(scores, dp, total, delta, lse, dlse, C)
@@ -153,8 +156,8 @@ def sparse_mla_backward_dq_sm90_kernel(
         offs_k = tile * TILE_KEYS + gl.arange(0, TILE_KEYS, layout=KEYS)
         row = factors_row + gl.expand_dims(offset_of(offs_k, 2 * HEADS), 1)
         key_ok = gl.expand_dims(offs_k < end, 1) & gl.expand_dims(offs_h < HEADS, 0)
-        gl.store(row, p, mask=key_ok)
-        gl.store(row + HEADS, ds, mask=key_ok)
+        gl.store(row, ds, mask=key_ok)
+        gl.store(row + HEADS, p, mask=key_ok)
         if LAYOUT.tail:
             dq0, dq1, dq2, dq3, dq4, dq5, dq6, dq7, dq8 = warpgroup_mma_wait(
                 0, deps=[dq0, dq1, dq2, dq3, dq4, dq5, dq6, dq7, dq8]
@@ -163,9 +166,6 @@ def sparse_mla_backward_dq_sm90_kernel(
             dq0, dq1, dq2, dq3, dq4, dq5, dq6, dq7 = warpgroup_mma_wait(
                 0, deps=[dq0, dq1, dq2, dq3, dq4, dq5, dq6, dq7]
             )
-        gl.barrier()
-        copy_entries(cache_ptr, slot, stage, entries, C)
-        slot = load_slots(slots, tile + 3, end, ROWS)
     async_copy.wait_group(0)
 
     dq_row = dq_ptr + offset_of(token, C.HEADS * LAYOUT.dims)
