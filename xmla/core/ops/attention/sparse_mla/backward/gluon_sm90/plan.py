@@ -89,7 +89,7 @@ class MergedEntries(Constants):
 
     @property
     def WARPGROUPS(self) -> int:
-        """Of a CTA: three CTAs of one fit on an SM, and are sooner than one of two."""
+        """Warpgroups of a CTA. Three CTAs of one fit on an SM, and are sooner than one of two."""
         return 1
 
     @property
