@@ -320,16 +320,16 @@ def bracket_of(x, tile, k, length, C: gl.constexpr):
     ENDS: gl.constexpr = in_every_warp(WARPS, WARPS)
     ends = gl.allocate_shared_memory(gl.int32, [2, WARPS], FLAT)
     top = gl.max(gl.max(x, 3), 1)  # [WARPS, 32]
-    if 2 * length >= 7 * k:
+    if length >= 3.5 * k:
         part = gl.max(gl.max(gl.where(tile < 2, x, float("-inf")), 3), 1)
-    elif 2 * length >= 4 * k - k // 8:
+    elif length >= 1.9375 * k:
         part = gl.max(gl.max(gl.where(tile < 1, x, float("-inf")), 3), 1)
     else:
         part = gl.min(gl.min(x, 3), 1)
     # Lanes that have no number, or −inf alone, do not count.
     low = gl.min(gl.where(part > float("-inf"), order_key(part), KEY_OF_INF), 1)
     least = gl.min(gl.where(top > float("-inf"), order_key(top), KEY_OF_INF), 1)
-    high = gl.where(4 * k + k // 4 >= length, least, gl.max(order_key(top), 1))
+    high = gl.where(4.25 * k >= length, least, gl.max(order_key(top), 1))
     ends.index(0).store(high)
     ends.index(1).store(low)
     highs, lows = ends.index(0).load(ENDS), ends.index(1).load(ENDS)

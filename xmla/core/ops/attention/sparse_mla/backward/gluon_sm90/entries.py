@@ -22,12 +22,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from xmla.core.lang.gluon import async_copy, gl, gluon
 from xmla.core.lang.offsets import gluon_offset_of as offset_of
 from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.common import columns_of
+from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.merge import MOST_COUNTED as _MOST_COUNTED
 from xmla.core.ops.attention.sparse_mla.backward.gluon_sm90.merge import TOKENS as _TOKENS
 from xmla.core.ops.attention.sparse_mla.backward.kernels import WORDS
 from xmla.core.ops.attention.sparse_mla.gluon_sm90.common import VALUE_DIMS
 from xmla.core.ops.attention.sparse_mla.gluon_sm90.plain import copy_columns
 
 TOKENS = gl.constexpr(_TOKENS.value)
+MOST_COUNTED = gl.constexpr(_MOST_COUNTED.value)
 TILE_KEYS = gl.constexpr(64)
 CHUNK_KEYS = gl.constexpr(TILE_KEYS.value // TOKENS.value)  # of a tile's sums, which are added during a step
 WARPGROUP_DIMS = gl.constexpr(64)
@@ -171,7 +173,7 @@ def load_rank(ranks, tile, NUMBER: gl.constexpr, end, most_merged, LAYOUT: gl.co
 @gluon.jit
 def copy_factors(factors, NUMBER: gl.constexpr, rank, num_keys, smem, C: gl.constexpr):
     """Start copies of a token's dS and P of a tile, zeros where it does not name the entry."""
-    rows = factors + (NUMBER % TOKENS * num_keys + rank) * (2 * C.SUMMED_HEADS)  # 32 bits: K ≤ MOST_COUNTED
+    rows = factors + (NUMBER % TOKENS * num_keys + rank) * (2 * C.SUMMED_HEADS)
     copy_columns(rows, rank >= 0, smem, 0)
     async_copy.commit_group()
 
@@ -212,7 +214,7 @@ def sparse_mla_backward_dcache_sm90_kernel(
     units_ptr,  # [groups, TOKENS·K] i32
     ranks_ptr,  # [groups, TOKENS, TOKENS·K] i32
     merged_ends_ptr,  # [groups] i32
-    num_keys,  # K
+    num_keys,  # K ≤ MOST_COUNTED
     num_tokens,  # T
     first_token,
     sums_ptr,  # [P, R, WORDS·ROW] i32
@@ -232,6 +234,7 @@ def sparse_mla_backward_dcache_sm90_kernel(
     places, units = places_ptr + offset_of(group, most_merged), units_ptr + offset_of(group, most_merged)
     ranks = ranks_ptr + offset_of(group * TOKENS, most_merged)
     factors = factors_ptr + offset_of(group * TOKENS, num_keys) * (2 * HEADS)
+    num_keys = gl.minimum(num_keys, MOST_COUNTED)  # it is no more; so offsets of a group's tokens have 32 bits
     end = gl.load(merged_ends_ptr + group)
     tiles = gl.cdiv(end, TILE_KEYS)
     queries = gl.allocate_shared_memory(DTYPE, [TOKENS, 2 * HEADS, DIMS], columns_of(WARPGROUP_DIMS))
