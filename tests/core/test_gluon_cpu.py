@@ -205,6 +205,13 @@ def row_of(kind: str, columns: int, length: int, k: int = 2048, starts: bool = F
             above = rng.permuted(np.arange(columns) % 5 == 0)
             tiny = np.where(np.arange(columns) % 3 == 0, np.float32(3e-45), np.float32(1e-45))
             values = np.where(above, np.exp2(rng.uniform(-120, 127, values.shape)), tiny)
+        elif kind == "below a bin":  # all of a bin are chosen, more than a list takes, and there are some just below it
+            column = np.arange(columns)
+            values[...] = 0
+            values[:, (column // 128 % 4 == 3) & (column % 4 == 0)] = 1024  # one of each thread's: the bins' range
+            edge = np.float32(1245.5 * 1024 / 2046)  # of two of the 2046 bins
+            steps = np.concatenate([np.arange(-40, 60), np.arange(108, 4009, 100)])
+            values[:, np.flatnonzero(column // 128 % 4 == 2)[: len(steps)]] = edge + steps * np.spacing(edge)
         elif kind == "levels":  # of ever narrower bins
             values = np.where(rng.random(values.shape) < 0.3, np.exp2(20 * values), 1 + 1e-5 * values)
         inputs = {"logits": values.astype(np.float32), "ends": np.array([length, columns], np.int32)}
@@ -231,6 +238,7 @@ CLUSTERS = [
     ),
     *(row_of(kind, 8192, 6001) for kind in ("normal", "constant", "NaN")),
     *(row_of(kind, columns, columns) for kind in ("all octaves", "levels") for columns in (4096, 8192, 16384)),
+    row_of("below a bin", 8192, 8192, 612),
     row_of("outliers", 5000, 4999, 33),
     row_of("some NaN", 1024, 1024, 1000),  # of which some are chosen
     row_of("normal", 700, 600, 512),
