@@ -379,8 +379,6 @@ MUTANTS = (
            f"{OPS}/attention/sparse_mla/backward/gluon_sm90/plan.py", "../core/test_plan.py", "few_heads_add"),
     Mutant("if not finite:", "if False:", f"{OPS}/attention/sparse_mla/backward/kernels.py", "../test_training.py",
            "overflows"),
-    Mutant("if word == 0:", "if False:", f"{OPS}/selection/select_topk/gluon_sm90_cluster/kernel.py",
-           "../core/test_gluon_cpu.py", "sparse"),
     Mutant("gl.minimum(span - start, (gl.to_tensor(1).to(gl.uint32) << shift) - 1)",
            "(gl.to_tensor(1).to(gl.uint32) << shift) - 1",
            f"{OPS}/selection/select_topk/gluon_sm90_cluster/cta.py", "../core/test_gluon_cpu.py",
