@@ -53,10 +53,10 @@ def equal_before(tokens: list[int], others: list[int]) -> int:
 
 
 def difference(answers: Answers, others: Answers) -> Figures:
-    """Mean distance of log-probabilities, share of equal most likely tokens, equal new tokens; long prompts first."""
+    """Mean distance of log-probabilities, share of equal most likely tokens, equal new tokens, by prompt."""
     found: Figures = {"prompt": [], "mean_abs_logprob": [], "same_likely": [], "equal_tokens": []}
-    for length in sorted(answers, key=int, reverse=True):
-        answer, other = answers[length], others[length]
+    for length, answer in answers.items():
+        other = others[length]
         apart = [abs(a - b) for a, b in zip(answer["logprobs"], other["logprobs"], strict=True)]
         same = [a == b for a, b in zip(answer["likely"], other["likely"], strict=True)]
         found["prompt"].append(int(length))
