@@ -363,7 +363,7 @@ _patches: dict[frozenset[str], list[tuple[Any, str, Any]]] = {}
 def _patch_launch(function: Any) -> Any:
     """Patch the modules of Triton's language that a kernel sees, by what was found when one saw them first.
 
-    To look for it takes 2 ms, as long as a small kernel.
+    To look for it takes 1 ms, as long as a small kernel.
     """
     seen = frozenset(each.__name__ for each in function.__globals__.values() if each is tl or each is tl.core)
     if seen not in _patches:
