@@ -31,19 +31,20 @@ from xmla.vllm.refusals import key_format, refuse, unserved, unused
 from xmla.vllm.shards import Shards
 
 PAGE, K, HEADS, DIM, SCRATCH = 8, 8, 2, 128, 1 << 20
+MXFP4_ROW = IndexerLayout(DIM, "mxfp4").row
 
 
 def ints(*values: int, device: str) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
-def make(lengths: list[int], device: str) -> tuple[torch.Tensor, torch.Tensor]:
+def make(lengths: list[int], device: str, row: int = DIM + 4) -> tuple[torch.Tensor, torch.Tensor]:
     """An indexer cache and the block table of requests of these lengths, whose pages are mixed."""
     generator = torch.Generator().manual_seed(len(lengths))
     need = [-(-length // PAGE) for length in lengths]
     order = torch.randperm(sum(need) + 2, generator=generator)[: sum(need)].int().split(need)
     table = torch.full((len(lengths), max(need)), -1, dtype=torch.int32)
-    cache = torch.zeros(sum(need) + 2, PAGE, DIM + 4, dtype=torch.uint8, device=device)
+    cache = torch.zeros(sum(need) + 2, PAGE, row, dtype=torch.uint8, device=device)
     for request, pages in enumerate(order):
         table[request, : len(pages)] = pages
         slots = (pages[:, None] * PAGE + torch.arange(PAGE)).flatten()[: lengths[request]]
@@ -59,12 +60,14 @@ def query(tokens: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 def selected(
     step: Any, cache: torch.Tensor, tokens: int, device: str, ratio: int = 1, shards: Shards | None = None,
-    share: Any = None, blocks: indexer.Blocks | None = None, scales: torch.dtype = torch.float32,
+    share: Any = None, blocks: indexer.Blocks | None = None, form: str | None = None,
 ) -> np.ndarray:  # fmt: skip
     found = torch.full((tokens, K), -7, dtype=torch.int32, device=device)
-    keys = torch.empty(256, DIM, dtype=torch.float8_e4m3fn, device=device)
-    scratch = torch.empty(SCRATCH, dtype=torch.uint8, device=device)
-    buffers = keys, torch.empty(256, dtype=scales, device=device), scratch
+    layout = IndexerLayout(DIM, form or ("fp8" if cache.shape[2] == DIM + 4 else "mxfp4"))
+    values, scales = (getattr(torch, name) for name in layout.dtypes)
+    with torch.device(device):
+        keys, key_scales = torch.empty(256, layout.value_bytes, dtype=values), torch.empty(256, dtype=scales)
+        buffers = keys, key_scales, torch.empty(SCRATCH, dtype=torch.uint8)
     indexer.select(step, *query(tokens, device), cache, found, buffers, ratio, shards, share, blocks)
     return found.cpu().numpy()
 
@@ -149,13 +152,13 @@ def test_decodes_that_vllm_made_a_request_of_each_token(device: str) -> None:
     assert np.array_equal(got, wanted([*tokens, (1, 0)], cache, table, device)) and (got[5:] == -1).all()
 
 
-def mixed(device: str, beyond: int = 0) -> tuple[SimpleNamespace, torch.Tensor, np.ndarray]:
+def mixed(device: str, beyond: int = 0, row: int = DIM + 4) -> tuple[SimpleNamespace, torch.Tensor, np.ndarray]:
     """A decode and two prefills of 13 tokens, in parts of one gather; their cache, and what each token selects.
 
     The host's sum of lengths is `beyond` more than the device's.
     """
     lengths, new = [20, 30, 13], [1, 9, 4]
-    cache, table = make(lengths, device)
+    cache, table = make(lengths, device, row)
     tokens = visible(lengths, new)
     starts = [0, *np.cumsum(lengths[1:])]
 
@@ -183,6 +186,14 @@ def test_a_prefill_behind_decodes_in_parts_of_one_gather(beyond: int, device: st
     assert np.array_equal(selected(step, cache, 14, device), want)
 
 
+def test_keys_in_mxfp4(device: str) -> None:
+    """In pages of 68 bytes a key, and gathered; the selection is another than that of keys in e4m3."""
+    step, cache, want = mixed(device, row=MXFP4_ROW)
+    assert np.array_equal(selected(step, cache, 14, device), want)
+    _, _, of_e4m3 = mixed(device)
+    assert 0.7 < np.mean([len({*a} & {*b}) / K for a, b in zip(want, of_e4m3, strict=True)]) < 1
+
+
 def with_ue8m0(cache: torch.Tensor) -> torch.Tensor:
     """The keys as vLLM's own writers store them on sm_100."""
     return layouts.convert(cache, "indexer_fp8_ue8m0_d128", source_format="indexer_fp8_d128")
@@ -195,7 +206,7 @@ def test_keys_whose_scales_are_ue8m0(blocks: bool, device: str) -> None:
     found = torch.full((2, 14, 12), -7, dtype=torch.int32, device=device)
     others = [{"blocks": indexer.Blocks(each, 2, source=True)} if blocks else {} for each in found]
     assert np.array_equal(selected(step, cache, 14, device, **others[0]), want)
-    assert np.array_equal(selected(step, with_ue8m0(cache), 14, device, **others[1], scales=torch.int32), want)
+    assert np.array_equal(selected(step, with_ue8m0(cache), 14, device, **others[1], form="fp8_ue8m0"), want)
     assert torch.equal(*found)
 
 
@@ -221,12 +232,10 @@ def test_ranks_that_share_rows_of_prefills(sizes: tuple[int, ...], device: str) 
     assert exchanged == [K] * len(sizes)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "interleave", "scales"), [(2, 1, torch.float32), (2, 4, torch.int32), (3, 1, torch.float32)]
-)
+@pytest.mark.parametrize(("ranks", "interleave", "form"), [(2, 1, "fp8"), (2, 4, "fp8_ue8m0"), (3, 1, "fp8")])
 @pytest.mark.parametrize("new", [[1, 1, 1], [3, 1, 2]])
 def test_ranks_select_what_one_selects(
-    ranks: int, interleave: int, scales: torch.dtype, new: list[int], device: str, monkeypatch: pytest.MonkeyPatch
+    ranks: int, interleave: int, form: str, new: list[int], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decodes, and a prefill of which a rank may have no key; two tokens are exchanged at a time."""
     monkeypatch.setattr(shards, "ROWS", 2)
@@ -255,8 +264,8 @@ def test_ranks_select_what_one_selects(
             max_local_total_seq_lens=max(sum(int(ownership.count(n, r)) for n in lengths[3:]) for r in range(ranks)),
         )  # fmt: skip
         step.prefill = SimpleNamespace(chunks=[chunk])
-        cache = cache if scales == torch.float32 else with_ue8m0(cache)
-        return selected(step, cache, len(tokens), device, shards=Shards(ownership, rank, gather), scales=scales)
+        cache = cache if form == "fp8" else with_ue8m0(cache)
+        return selected(step, cache, len(tokens), device, shards=Shards(ownership, rank, gather), form=form)
 
     def keep(rank: int) -> Any:
         return lambda own: sent[rank].append(own) or own.expand(ranks, *own.shape[1:])
@@ -316,16 +325,18 @@ def in_blocks(step: Any, tokens: list[tuple[int, int]], cache: torch.Tensor, tab
     assert np.array_equal(got, want.cpu().numpy()) and not np.array_equal(got, of_source)
 
 
+@pytest.mark.parametrize("row", [DIM + 4, MXFP4_ROW])
 @pytest.mark.parametrize("new", [[2, 2, 2], [3, 1, 2]])
-def test_decodes_within_blocks(new: list[int], device: str) -> None:
+def test_decodes_within_blocks(new: list[int], row: int, device: str) -> None:
     lengths = [20, 9, 31]
-    cache, table = make(lengths, device)
+    cache, table = make(lengths, device, row)
     seq_lens = [[keys - max(new) + 1 + j for j in range(max(new))] for keys in lengths]
     in_blocks(decodes(seq_lens, new, table, device), visible(lengths, new), cache, table, device)
 
 
-def test_prefills_within_blocks(device: str) -> None:
-    step, cache, _ = mixed(device)
+@pytest.mark.parametrize("row", [DIM + 4, MXFP4_ROW])
+def test_prefills_within_blocks(row: int, device: str) -> None:
+    step, cache, _ = mixed(device, row=row)
     _, table = make([20, 30, 13], device)
     in_blocks(step, visible([20, 30, 13], [1, 9, 4]), cache, table, device)
 
@@ -345,7 +356,7 @@ def test_prefills_whose_keys_are_all_in_blocks(source: bool, device: str, monkey
 
 # What a call of the indexer's op asks for, as it is served.
 INDEXED = {
-    "use_fp4_cache": False, "use_pcp": False, "quant_block_size": DIM, "head_dim": DIM, "topk_tokens": K,
+    "q_scale": None, "use_pcp": False, "quant_block_size": DIM, "head_dim": DIM, "topk_tokens": K,
     "topk_indices_buffer": torch.empty(1, K, dtype=torch.int32),
 }  # fmt: skip
 
@@ -373,11 +384,11 @@ def test_blocks_that_do_not_hold_the_selection_are_refused(blocks: int, told: st
     ("changed", "backend", "told"),
     [
         ({}, "DEEPSEEK_V42_INDEXER", "the indexer of DEEPSEEK_V42_INDEXER"),
-        ({"use_fp4_cache": True}, "DEEPSEEK_V32_INDEXER", "MXFP4 keys of the indexer"),
+        ({"q_scale": torch.ones(1, 4)}, "DEEPSEEK_V4_INDEXER", "queries of the indexer in MXFP4"),
         (
-            {"use_fp4_cache": True, "use_pcp": True},
+            {"q_scale": torch.ones(1, 4), "use_pcp": True},
             "DEEPSEEK_V32_INDEXER",
-            "MXFP4 keys of the indexer, prefill context parallelism",
+            "queries of the indexer in MXFP4, prefill context parallelism",
         ),
         ({"quant_block_size": 64}, "DEEPSEEK_V32_INDEXER", "keys with a scale for every 64 of 128 dims"),
         ({"topk_tokens": 4}, "DEEPSEEK_V32_INDEXER", "4 keys in a buffer for 8"),
@@ -471,8 +482,9 @@ def configured(
         (configured(cache="nvfp4_ds_mla", drafts="fp8"),
          "nvfp4_ds_mla for the caches of drafts alone, or of all but drafts"),
         (configured({"model_type": "deepseek_v4", "index_topk": 512}, hisparse_config=SimpleNamespace()), "HiSparse"),
-        (configured(indexer_kv_dtype="mxfp4"), "MXFP4 keys of the indexer"),
-        (configured(indexer_kv_dtype="bf16", use_fp4_indexer_cache=True), "MXFP4 keys of the indexer"),
+        (configured(GLM, indexer_kv_dtype="mxfp4"), "MXFP4 keys of pools"),
+        (configured({"model_type": "deepseek_v32", "index_topk": 2048, "index_head_dim": 64}, indexer_kv_dtype="mxfp4"),
+         "keys of the indexer of 64 dims"),
         (configured(prefill_context_parallel_size=2, use_ubatching=True),
          "prefill context parallelism, two micro-batches at once"),
     ],
@@ -485,6 +497,7 @@ def test_a_configuration_that_is_not_served_is_refused(config: Any, told: str, m
     refuse(unserved(configured(cache="nvfp4_ds_mla")))
     refuse(unserved(configured(cache="nvfp4_ds_mla", drafts="nvfp4_ds_mla")))
     refuse(unserved(configured(cache="fp8", drafts="auto")))
+    refuse(unserved(configured(cache="nvfp4_ds_mla", indexer_kv_dtype="mxfp4")))
     for model in (*({"model_type": kind, "index_topk": 512} for kind in ("deepseek_v4", "deepseek_v41", "glm")), None):
         refuse(unserved(configured(model)))
     refuse(unserved(configured(GLM)))
@@ -523,6 +536,14 @@ def test_entries_of_fp4_are_served_since_a_release(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(refusals, "version", lambda _: "0.32.1")
     with pytest.raises(UnsupportedError, match=r"^xmla.vllm: not served: nvfp4_ds_mla before vLLM 0.33; "):
         refuse(unserved(configured(cache="nvfp4_ds_mla")))
+
+
+@pytest.mark.parametrize("asked", [{"indexer_kv_dtype": "mxfp4"}, {"use_fp4_indexer_cache": True}])
+def test_keys_in_mxfp4_are_served_since_a_release(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusals, "version", lambda _: "0.32.1")
+    message = r"^xmla.vllm: not served: MXFP4 keys of the indexer before vLLM 0.33; "
+    with pytest.raises(UnsupportedError, match=message):
+        refuse(unserved(configured(**asked)))
 
 
 @pytest.mark.usefixtures("hopper")
@@ -692,16 +713,19 @@ SIZES = warmup.Sizes(
 )  # fmt: skip
 FEW = replace(SIZES, tokens=512, requests=16, new=4, scratch=8 << 20)  # few tokens' logits are more than the scratch
 UE8M0 = replace(FEW, key_format="fp8_ue8m0")
+MXFP4 = replace(FEW, key_format="mxfp4")
 INDEX_POOL = Spec((40000, 64, 132), "uint8")
+MXFP4_POOL = Spec((40000, 64, MXFP4_ROW), "uint8")
 
 
 @PLANNED
-@pytest.mark.parametrize("sizes", [SIZES, FEW, UE8M0], ids=["many", "few", "UE8M0"])
+@pytest.mark.parametrize("sizes", [SIZES, FEW, UE8M0, MXFP4], ids=["many", "few", "UE8M0", "MXFP4"])
 def test_warmup_of_selections(sizes: warmup.Sizes, device: Device) -> None:
     """Calls of any size that a step may have launch kernels of the list."""
     rng, topk = np.random.default_rng(0), {"k": 2048, "workspace_bytes": sizes.scratch}
-    found = specializations(warmup.select_calls(INDEX_POOL, 64, 2048, 1, sizes, device), device)
-    _, scales = IndexerLayout(128, sizes.key_format).dtypes
+    layout = IndexerLayout(128, sizes.key_format)
+    pool, (values, scales) = MXFP4_POOL if sizes is MXFP4 else INDEX_POOL, layout.dtypes
+    found = specializations(warmup.select_calls(pool, 64, 2048, 1, sizes, device), device)
 
     def query(tokens: int) -> dict[str, Spec]:
         rows = {name: Spec((tokens,), "int32") for name in ("starts", "ends")}
@@ -710,7 +734,7 @@ def test_warmup_of_selections(sizes: warmup.Sizes, device: Device) -> None:
     def prefill() -> Call:
         tokens = any_size(rng, sizes.tokens)
         keys = any_size(rng, min(sizes.keys, sizes.scratch // (4 * tokens)))
-        gathered = {"keys": Spec((keys, 128), "float8_e4m3fn"), "key_scales": Spec((keys,), scales)}
+        gathered = {"keys": Spec((keys, layout.value_bytes), values), "key_scales": Spec((keys,), scales)}
         return Call("indexer_topk", query(tokens) | gathered, topk)
 
     def decode() -> Call:
@@ -724,7 +748,7 @@ def test_warmup_of_selections(sizes: warmup.Sizes, device: Device) -> None:
         rows = {"lengths": specs.pop("starts"), "request_ids": specs.pop("ends")}
         if not ragged and rng.random() < 0.5:
             del rows["request_ids"]
-        pages = {"cache": INDEX_POOL, "block_table": Spec((requests, 2560), "int32")}
+        pages = {"cache": pool, "block_table": Spec((requests, 2560), "int32")}
         return Call("indexer_topk_paged", specs | rows | pages, topk | {"cache_format": sizes.key_format})
 
     for make in (prefill, decode):

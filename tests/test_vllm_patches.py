@@ -24,6 +24,7 @@ from xmla.vllm import TESTED, contract, indexer, pools, without_e4m3
 
 INDEXER = "vllm.model_executor.layers.sparse_attn_indexer"
 BACKEND = "vllm.v1.attention.backends.mla.indexer"
+QUANTIZE = "fused_indexer_q_rope_quant"
 V4, V41, GLM = "vllm.models.deepseek_v4", "vllm.models.deepseek_v41", "vllm.models.glm5next.nvidia"
 
 # What is replaced on a GPU: in every release, and since 0.33; `*` is replaced on CUDA alone.
@@ -56,6 +57,21 @@ OF_FP4 = {
     f"{V41}.attention._use_v41_mxfp8_kv_record",
     f"{V41}.common.ops.fused_compress_quant_cache._fp32x2_to_fp4x2",
 }
+OF_FP4_KEYS = {
+    f"{BACKEND}.dsa_indexer_uses_fp4",
+    *(f"{model}.attention.{name}" for model in (V4, V41) for name in ("dsa_indexer_uses_fp4", QUANTIZE)),
+    "vllm.model_executor.models.deepseek_v2.DeepseekV32IndexerCache",
+    "vllm.models.deepseek_v32.attention.fused_norm_rope",
+    f"{V4}.common.ops.fused_compress_quant_cache._fp32x2_to_fp4x2",
+    f"{V41}.common.ops.indexer_k_store._fp32x2_to_fp4x2",
+    f"{V4}.common.ops.fused_indexer_q._FUSED_INDEXER_Q_ROPE_MXFP4_TRITON_KERNEL",
+}
+OF_CUTEDSL_KEYS = {f"{V4}.nvidia.ops.fused_indexer_q_cutedsl._INDEXER_Q_MXFP4_KERNEL"}
+# What takes the place of the last two.
+OTHERS = {
+    f"{V4}.common.ops.fused_indexer_q._FUSED_INDEXER_Q_ROPE_QUANT_TRITON_KERNEL",
+    f"{V4}.nvidia.ops.fused_indexer_q_cutedsl._INDEXER_Q_FP8_KERNEL",
+}
 OF_E4M3 = {
     "vllm.models.deepseek_v32.attention.fused_norm_rope",
     "vllm.models.deepseek_v32.attention.fused_q",
@@ -63,8 +79,12 @@ OF_E4M3 = {
     "vllm.model_executor.models.deepseek_v2.per_token_group_quant_fp8",
     "vllm.models.hy_v4.nvidia.attention.per_token_group_quant_fp8",
 }
+LATER = OF_POOLS | OF_FP4 | OF_FP4_KEYS | OF_CUTEDSL_KEYS | OF_INVARIANCE | OF_E4M3  # since 0.33, if asked for
 OF_LORA = {"vllm.lora.worker_manager.WorkerLoRAManager"}
-CLASSES = {"DeepseekV32IndexerBackend", "DeepSeekV2FusedQkvAProjLinear", "Worker", "WorkerLoRAManager"}
+CLASSES = {
+    "DeepseekV32IndexerBackend", "DeepseekV32IndexerCache", "DeepSeekV2FusedQkvAProjLinear", "Worker",
+    "WorkerLoRAManager",
+}  # fmt: skip
 
 
 # What functions take of which the replacement takes something.
@@ -81,6 +101,8 @@ TAKES |= {
     name: [*inspect.signature(getattr(without_e4m3, name)).parameters]
     for name in (target.rpartition(".")[2] for target in OF_E4M3)
 }
+TAKES[QUANTIZE] = [*TAKES[QUANTIZE], "use_fp4"]
+TAKES["dsa_indexer_uses_fp4"] = ["vllm_config"]
 
 
 # Methods of vLLM's classes that are replaced.
@@ -147,7 +169,7 @@ class Plugin:
                 "register_backend": lambda _, path: setattr(self, "path", path),
             },
         }
-        for target in EVERY | SINCE_033 | OF_POOLS | OF_FP4 | OF_INVARIANCE | OF_E4M3 | OF_LORA:
+        for target in EVERY | SINCE_033 | LATER | OF_LORA | OTHERS:
             module, _, name = target.removeprefix("*").rpartition(".")
             modules.setdefault(module, {})[name] = stand_in(name)
         for name, members in read_in_033().items():
@@ -186,9 +208,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch, cuda: bool) -> Any:
 
 def of(release: str, *targets: set[str], cuda: bool = True) -> set[str]:
     """The functions among `targets` that are replaced."""
-    every = set().union(*targets) - (
-        set() if Version(release) >= Version("0.33") else SINCE_033 | OF_POOLS | OF_FP4 | OF_INVARIANCE | OF_E4M3
-    )
+    every = set().union(*targets) - (set() if Version(release) >= Version("0.33") else SINCE_033 | LATER)
     return {target.removeprefix("*") for target in every if cuda or not target.startswith("*")}
 
 
@@ -208,7 +228,7 @@ def test_each_release_has_the_changes_that_are_for_it(plugin: Plugin, release: s
 def test_changes_of_one_model_or_mode_are_made_when_asked_for(plugin: Plugin, release: str) -> None:
     groups = {
         "POOL_PATCHES": OF_POOLS, "E4M3_PATCHES": OF_E4M3, "FP4_PATCHES": OF_FP4, "INVARIANCE_PATCHES": OF_INVARIANCE,
-        "LORA_PATCHES": OF_LORA,
+        "LORA_PATCHES": OF_LORA, "FP4_KEY_PATCHES": OF_FP4_KEYS, "CUTEDSL_FP4_KEY_PATCHES": OF_CUTEDSL_KEYS,
     }  # fmt: skip
     for patches, targets in groups.items():
         for _ in range(2):

@@ -14,7 +14,7 @@ import sleeping
 import torch
 from packaging.version import Version
 
-from xmla.vllm.refusals import has_fp4_entries, is_batch_invariant
+from xmla.vllm.refusals import has_fp4_entries, has_fp4_keys, is_batch_invariant
 
 V4 = {
     "DeepseekV4ForCausalLM": interpreted_v4,
@@ -120,6 +120,8 @@ def make_worker() -> type:
                 sleeping.install()
                 within["alloc_context"] = lambda: sleeping.pool(self, "workspace")
             workspace.init_workspace_manager(torch.device("cpu"), **within)
+            if has_fp4_keys(self.vllm_config):
+                patches.apply_all(patches.FP4_KEY_PATCHES, version("vllm"))
             if has_fp4_entries(self.vllm_config):
                 patches.apply_all(patches.FP4_PATCHES, version("vllm"))
             if self.vllm_config.lora_config is not None:

@@ -85,7 +85,8 @@ def ops_of(dense: bool, decodes: int, mode: CUDAGraphMode, layer: str) -> list[s
     count, called = len(want), []
     step.slot_mapping = torch.full((count,), -1)
     attention = SimpleNamespace(num_decode_tokens=decodes, prefill=SimpleNamespace(use_dense_mha=dense))
-    found = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: "DEEPSEEK_V32_INDEXER"))
+    named = SimpleNamespace(get_name=lambda: "DEEPSEEK_V32_INDEXER")
+    found = SimpleNamespace(get_attn_backend=lambda: named, head_dim=cache.shape[2])
     context = SimpleNamespace(
         no_compile_layers={"keys": found}, attn_metadata={"keys": step, "attention": attention},
         cudagraph_runtime_mode=mode,
@@ -98,7 +99,7 @@ def ops_of(dense: bool, decodes: int, mode: CUDAGraphMode, layer: str) -> list[s
     indexer.run({
         "k_cache_prefix": "keys", "kv_cache": cache, "q_quant": q8, "weights": weights, "head_dim": q8.shape[2],
         "k": torch.zeros(count, q8.shape[2]), "total_seq_lens": 256, "skip_k_cache_insert": False, "use_pcp": False,
-        "topk_indices_buffer": torch.full((count, steps.K), -7, dtype=torch.int32), "use_fp4_cache": False,
+        "topk_indices_buffer": torch.full((count, steps.K), -7, dtype=torch.int32), "q_scale": None,
         "dcp_world_size": 1, "dcp_rank": 0, "cp_kv_cache_interleave_size": 1, "dense_mha_metadata_layer_name": layer,
         "quant_block_size": q8.shape[2], "topk_tokens": steps.K,
     })  # fmt: skip

@@ -12,8 +12,8 @@ With --sleep the engine sleeps at that level, wakes up, and serves the same requ
 them again over caches that lost all pages but those that vLLM's connector has copied. With --shared the second layer
 has the selection of the first; with --apart each layer maps it itself. With --ampere the GPU has no e4m3. DSpark drafts
 as many tokens as --dspark says, and with --adaptive those are verified that pay. With --record what requests select is
-recorded, and saved in a folder beside OUT. Requests have the --adapter of this folder. With --options, a JSON object,
-the engine has these arguments too.
+recorded, and saved in a folder beside OUT. Requests have the --adapter of this folder. --keys of the indexer are fp8 or
+mxfp4. With --options, a JSON object, the engine has these arguments too.
 """
 
 import json
@@ -131,7 +131,8 @@ def serve(
     ranks: int = 1, interleave: int = 1, late: bool = False, beside: bool = False, invariant: bool = False,
     alone: bool = False, new: int = 5, blocks: int = 0, stages: int = 1, sleep: int = 0,
     offload: bool = False, shared: bool = False, apart: bool = False, ampere: bool = False, dspark: int = 0,
-    adaptive: bool = False, record: bool = False, plain: str = "", adapter: str = "", options: str = "{}",
+    adaptive: bool = False, record: bool = False, plain: str = "", adapter: str = "", keys: str = "auto",
+    options: str = "{}",
 ) -> None:  # fmt: skip
     if invariant:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
@@ -217,7 +218,9 @@ def serve(
     lora = LoRARequest("adapter", 1, adapter) if adapter else None
     arguments = {
         "enforce_eager": True, "max_num_seqs": 4, "max_num_batched_tokens": 64, "block_size": page,
-        "attention_config": {"sparse_mla_force_mqa": invariant or kind == "glm5_next_text"},
+        "attention_config": {
+            "sparse_mla_force_mqa": invariant or kind == "glm5_next_text", "indexer_kv_dtype": keys,
+        },
     } | arguments | json.loads(options)  # fmt: skip
     engine = LLMEngine.from_engine_args(
         EngineArgs(

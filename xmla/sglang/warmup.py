@@ -70,7 +70,7 @@ def most_tokens(context: int) -> int:
 
 def paged_logits(pool: Spec, heads: int, requests: int, width: int, new: int = 1) -> Call:
     """Logits over the pool [P, R, 132], of `new` tokens of each request, with a table of `width` pages."""
-    called = selection.paged(requests * new, heads, pool, (requests, width))
+    called = selection.paged(requests * new, heads, pool.shape[2] - 4, pool, (requests, width))
     return Call("indexer_logits_paged", called, {"max_len": row_stride(width * pool.shape[1])})
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from xmla import torch_api as xt
+from xmla.core.formats.indexer import IndexerLayout
 from xmla.vllm.contract import Arguments
 from xmla.vllm.gathered import once_a_step, once_with_prefills
 from xmla.vllm.refusals import key_format, refuse
@@ -21,16 +22,16 @@ from xmla.vllm.shards import Shards
 # `topk_tokens` are as many as the buffer's columns, `quant_block_size` as the dims of a key.
 ARGUMENTS = Arguments(
     read=frozenset((
-        "k_cache_prefix", "kv_cache", "q_quant", "k", "weights", "quant_block_size", "topk_tokens", "head_dim",
-        "total_seq_lens", "topk_indices_buffer", "skip_k_cache_insert", "use_pcp", "use_fp4_cache", "dcp_rank",
+        "k_cache_prefix", "kv_cache", "q_quant", "q_scale", "k", "weights", "quant_block_size", "topk_tokens",
+        "head_dim", "total_seq_lens", "topk_indices_buffer", "skip_k_cache_insert", "use_pcp", "dcp_rank",
         "dcp_world_size", "cp_kv_cache_interleave_size",
     )),
     later=frozenset((
         "dense_mha_metadata_layer_name", "candidate_blocks", "candidate_block_size", "candidate_write",
     )),
     unread=frozenset((
-        "hidden_states", "q_scale", "scale_fmt", "max_model_len", "pcp_shard_decode_requests",
-        "skip_topk_buffer_clear", "topk_backend",
+        "hidden_states", "scale_fmt", "max_model_len", "pcp_shard_decode_requests", "skip_topk_buffer_clear",
+        "topk_backend", "use_fp4_cache",
     )),
 )  # fmt: skip
 SERVED = ("DEEPSEEK_V32_INDEXER", "DEEPSEEK_V4_INDEXER", "DEEPSEEK_V41_INDEXER")
@@ -75,11 +76,11 @@ def run(call: dict[str, Any]) -> torch.Tensor:
     context = get_forward_context()
     name = _resolve_layer_name(call["k_cache_prefix"])
     layer = context.no_compile_layers[name]
-    blocks = Blocks.of(call)
+    blocks, form = Blocks.of(call), stored_format(layer.head_dim, call["head_dim"])
     refuse(unserved(call, layer.get_attn_backend().get_name(), blocks))
 
     def make_buffers() -> tuple[torch.Tensor, ...]:
-        return reserve(call["total_seq_lens"], call["head_dim"], blocks)
+        return reserve(call["total_seq_lens"], IndexerLayout(call["head_dim"], form), blocks)
 
     if not isinstance(context.attn_metadata, dict):
         make_buffers()
@@ -88,7 +89,7 @@ def run(call: dict[str, Any]) -> torch.Tensor:
         step = context.attn_metadata[name]
         if not call["skip_k_cache_insert"]:
             tokens = step.slot_mapping.shape[0]  # the keys may be padded
-            xt.write_indexer_cache(call["k"][:tokens], step.slot_mapping, call["kv_cache"], cache_format=key_format())
+            xt.write_indexer_cache(call["k"][:tokens], step.slot_mapping, call["kv_cache"], cache_format=form)
         rows = getattr(layer, "xmla_selections", None)
         if rows is None and attends_to_all(context, call):
             return call["topk_indices_buffer"]
@@ -147,7 +148,7 @@ def unserved(call: dict[str, Any], backend: str, blocks: Blocks | None = None) -
         f"the indexer of {backend}": backend not in SERVED,
         f"a selection of {k} keys in {count} blocks": count <= k,
         f"blocks of a number that is no multiple of 4: {count}": count % 4 != 0,
-        "MXFP4 keys of the indexer": call["use_fp4_cache"],
+        "queries of the indexer in MXFP4": call["q_scale"] is not None,
         "prefill context parallelism": call["use_pcp"],
         f"keys with a scale for every {call['quant_block_size']} of {call['head_dim']} dims": call["quant_block_size"]
         != call["head_dim"],
@@ -156,26 +157,35 @@ def unserved(call: dict[str, Any], backend: str, blocks: Blocks | None = None) -
     }
 
 
-def reserve(keys: int, dim: int, blocks: Blocks | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def reserve(keys: int, layout: IndexerLayout, blocks: Blocks | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gathered keys and their scales, and scratch memory as large as vLLM allows for logits: views of its workspace."""
     from vllm.v1.worker.workspace import current_workspace_manager
 
-    return tuple(current_workspace_manager().get_simultaneous(*sizes(keys, dim, blocks)))
+    return tuple(current_workspace_manager().get_simultaneous(*sizes(keys, layout, blocks)))
 
 
-def named(scales: torch.Tensor) -> dict[str, Any]:
-    """The format, as an attribute of ops, of a cache whose keys are gathered beside such scales."""
+def stored_format(row: int, dim: int) -> str:
+    """The format of keys in rows of a cache: MXFP4, or that in which vLLM stores e4m3 on this GPU."""
+    return "mxfp4" if row == IndexerLayout(dim, "mxfp4").row else key_format()
+
+
+def named(keys: torch.Tensor, scales: torch.Tensor) -> dict[str, Any]:
+    """The format, as an attribute of ops, of a cache whose keys are gathered as such values and scales."""
+    if keys.dtype == torch.uint8:
+        return {"cache_format": "mxfp4"}
     return {"cache_format": "fp8" if scales.dtype == torch.float32 else "fp8_ue8m0"}
 
 
-def sizes(keys: int, dim: int, blocks: Blocks | None = None) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+def sizes(
+    keys: int, layout: IndexerLayout, blocks: Blocks | None = None
+) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
     """Shapes and dtypes of these."""
     from vllm import envs
 
     scratch = envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB << 20
     scratch = scratch if blocks is None else blocks.scratch(scratch)
-    scales = torch.float32 if key_format() == "fp8" else torch.int32
-    return ((keys, dim), torch.float8_e4m3fn), ((keys,), scales), ((scratch,), torch.uint8)
+    values, scales = (getattr(torch, name) for name in layout.dtypes)
+    return ((keys, layout.value_bytes), values), ((keys,), scales), ((scratch,), torch.uint8)
 
 
 def select(
@@ -189,7 +199,10 @@ def select(
     prefills' rows the others' are other ranks'. With `blocks` keys are selected within these.
     """
     keys, key_scales, scratch = buffers
-    memory, form = {"k": selected.shape[1], "workspace_bytes": scratch.numel(), "workspace": scratch}, named(key_scales)
+    memory, form = (
+        {"k": selected.shape[1], "workspace_bytes": scratch.numel(), "workspace": scratch},
+        named(keys, key_scales),
+    )
     if step.num_decodes:
         rows = slice(step.num_decode_tokens)
         lengths, requests = decode_lengths(step, ratio, shards)
@@ -292,7 +305,7 @@ def gather(chunk: Any, cache: torch.Tensor, keys: torch.Tensor, scales: torch.Te
     """
     total = chunk.max_local_total_seq_lens
     slots = once_a_step(chunk, "slots", lambda: slots_of(chunk, total, cache.shape[1]))  # of all layers over such pages
-    xt.read_indexer_cache(cache, slots, out=(keys[:total], scales[:total]), **named(scales))
+    xt.read_indexer_cache(cache, slots, out=(keys[:total], scales[:total]), **named(keys, scales))
 
 
 def slots_of(chunk: Any, total: int, page: int) -> torch.Tensor:

@@ -18,12 +18,24 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from xmla.core.errors import UnsupportedError
 from xmla.vllm import adapters, contract, fp4, indexer, pools, recording, warmup, without_e4m3
 from xmla.vllm.contract import EVERY, OTHERWISE, SINCE_033
-from xmla.vllm.refusals import has_e4m3, has_fp4_entries, has_indexer, is_batch_invariant, pool_size, refuse
+from xmla.vllm.refusals import (
+    has_e4m3,
+    has_fp4_entries,
+    has_fp4_keys,
+    has_indexer,
+    is_batch_invariant,
+    pool_size,
+    refuse,
+)
 
 BACKEND = "xmla.vllm.backend.XmlaSparseBackend"
 INDEXER = "vllm.model_executor.layers.sparse_attn_indexer"
+METADATA = "vllm.v1.attention.backends.mla.indexer"
+V32 = "vllm.models.deepseek_v32.attention"
 V4 = "vllm.models.deepseek_v4"
 V4_MODEL = f"{V4}.nvidia.model"
+QUERIES = f"{V4}.common.ops.fused_indexer_q"
+CUTEDSL_QUERIES = f"{V4}.nvidia.ops.fused_indexer_q_cutedsl"
 MHC = "vllm.model_executor.kernels.mhc.tilelang_kernels"
 V41 = "vllm.models.deepseek_v41"
 GLM = "vllm.models.glm5next.nvidia"
@@ -106,6 +118,11 @@ def always(answer: Any) -> Callable[[Any], Any]:
     return lambda _: lambda *_: answer
 
 
+def other(module: str, name: str) -> Callable[[Any], Any]:
+    """What the module has by another name."""
+    return lambda _: getattr(importlib.import_module(module), name)
+
+
 def by_ops(module: str, function: Callable[..., Any]) -> Patch:
     """A function in the place of vLLM's of the same name, whose first parameters are its own, but for keywords."""
     parameters = inspect.signature(function).parameters.items()
@@ -150,6 +167,12 @@ def change_worker(worker: type) -> type:
             apply_all(POOL_PATCHES, version("vllm"))
         if has_indexer(config) and not has_e4m3():  # before those of fp4, which may wrap them
             apply_all(E4M3_PATCHES, version("vllm"))
+        if has_indexer(config) and has_fp4_keys(config):  # before those of entries, likewise
+            from vllm.utils.import_utils import has_cutedsl
+
+            apply_all(FP4_KEY_PATCHES, version("vllm"))
+            if has_cutedsl():
+                apply_all(CUTEDSL_FP4_KEY_PATCHES, version("vllm"))
         if has_indexer(config) and has_fp4_entries(config):
             apply_all(FP4_PATCHES, version("vllm"))
         if has_indexer(config) and config.lora_config is not None:
@@ -190,14 +213,14 @@ PATCHES = (
     # The layer refuses to be made without DeepGEMM, which xmla does not need and which sm_89 does not have.
     Patch(INDEXER, "has_deep_gemm", always(True)),
     # The metadata has a schedule of DeepGEMM's kernels in every step, if they are there.
-    Patch("vllm.v1.attention.backends.mla.indexer", "has_deep_gemm", always(False)),
+    Patch(METADATA, "has_deep_gemm", always(False)),
     # Without DeepGEMM vLLM makes a request of each token where a request has more than two, and each reads all keys.
     # xmla's logits take any number of tokens together.
-    Patch("vllm.v1.attention.backends.mla.indexer", "_supports_native_decode", always(True), SINCE_033),
+    Patch(METADATA, "_supports_native_decode", always(True), SINCE_033),
     # Adaptive verification trims drafts on the device. Metadata then has a row of each token, whose length that says.
-    Patch("vllm.v1.attention.backends.mla.indexer", "_supports_flattened_device_query_lens", always(True), SINCE_033),
+    Patch(METADATA, "_supports_flattened_device_query_lens", always(True), SINCE_033),
     # The runner asks the indexer's backend too, and vLLM's says no.
-    Patch("vllm.v1.attention.backends.mla.indexer", "DeepseekV32IndexerBackend", mark_invariant, SINCE_033),
+    Patch(METADATA, "DeepseekV32IndexerBackend", mark_invariant, SINCE_033),
     # The first layer of V4 asks for DeepGEMM, which sm_89 does not have, and the others do not.
     Patch(
         "vllm.model_executor.kernels.mhc.tilelang",
@@ -218,10 +241,36 @@ POOL_PATCHES = (
 )
 # For caches of nvfp4_ds_mla, which vLLM's own kernels write and read on sm_100 alone.
 FP4_PATCHES = (
-    Patch("vllm.models.deepseek_v32.attention", "fused_norm_rope", fp4.write_behind, SINCE_033),
+    Patch(V32, "fused_norm_rope", fp4.write_behind, SINCE_033),
     # A window of 528 bytes beside compressed entries of 288, on any GPU.
     Patch(f"{V41}.attention", "_use_v41_mxfp8_kv_record", always(True), SINCE_033),
     Patch(f"{V41}.common.ops.fused_compress_quant_cache", "_fp32x2_to_fp4x2", lambda _: fp4.pack_pair, SINCE_033),
+)
+# For keys of the indexer in MXFP4, which vLLM has for V4 and V4.1 alone, and on sm_100.
+FP4_KEY_PATCHES = (
+    # It raises on other GPUs. Each module has the function by its name.
+    *(
+        Patch(module, "dsa_indexer_uses_fp4", fp4.as_asked, SINCE_033, takes=("vllm_config",))
+        for module in (METADATA, f"{V4}.attention", f"{V41}.attention")
+    ),
+    # V3.2's layers, those of models that vLLM builds of V3's, and Hy4's ask for rows of 132 bytes.
+    Patch(V3_LAYERS, "DeepseekV32IndexerCache", fp4.store_packed, SINCE_033),
+    Patch(V32, "fused_norm_rope", fp4.write_keys_behind, SINCE_033),
+    # Queries are MXFP4 where keys are, by an instruction of sm_100.
+    *(Patch(f"{model}.attention", "fused_indexer_q_rope_quant", fp4.in_e4m3, SINCE_033) for model in (V4, V41)),
+    Patch(f"{V4}.common.ops.fused_compress_quant_cache", "_fp32x2_to_fp4x2", lambda _: fp4.pack_pair, SINCE_033),
+    Patch(f"{V41}.common.ops.indexer_k_store", "_fp32x2_to_fp4x2", lambda _: fp4.pack_pair, SINCE_033),
+    # V4's layers have the kernel of such queries compiled at start.
+    Patch(
+        QUERIES,
+        "_FUSED_INDEXER_Q_ROPE_MXFP4_TRITON_KERNEL",
+        other(QUERIES, "_FUSED_INDEXER_Q_ROPE_QUANT_TRITON_KERNEL"),
+        SINCE_033,
+    ),
+)
+# The same kernel where vLLM has it in CuTe DSL.
+CUTEDSL_FP4_KEY_PATCHES = (
+    Patch(CUTEDSL_QUERIES, "_INDEXER_Q_MXFP4_KERNEL", other(CUTEDSL_QUERIES, "_INDEXER_Q_FP8_KERNEL"), SINCE_033),
 )
 # For engines that take adapters.
 LORA_PATCHES = (
@@ -246,8 +295,8 @@ V4_INVARIANCE_PATCHES = (
 # Where the GPU has no e4m3, vLLM's functions that quantise to it: Triton refuses their kernels there.
 E4M3_PATCHES = (
     # V3.2's and GLM-5's layers: norms, rotations and writes of both caches; rotation and quantisation of queries.
-    by_ops("vllm.models.deepseek_v32.attention", without_e4m3.fused_norm_rope),
-    by_ops("vllm.models.deepseek_v32.attention", without_e4m3.fused_q),
+    by_ops(V32, without_e4m3.fused_norm_rope),
+    by_ops(V32, without_e4m3.fused_q),
     # Those of models that vLLM builds of V3's layers, and Hy4's.
     by_ops(V3_LAYERS, without_e4m3.fused_indexer_q_rope_quant),
     by_ops(V3_LAYERS, without_e4m3.per_token_group_quant_fp8),

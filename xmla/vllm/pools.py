@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from xmla import torch_api as xt
+from xmla.core.formats.indexer import IndexerLayout
 from xmla.vllm import indexer
 from xmla.vllm.contract import Arguments
 from xmla.vllm.gathered import once_a_step, once_with_prefills
-from xmla.vllm.refusals import KEY_DIMS, refuse
+from xmla.vllm.refusals import KEY_DIMS, key_format, refuse
 
 ARGUMENTS = Arguments(
     read=frozenset((
@@ -62,7 +63,7 @@ def run(call: dict[str, Any]) -> torch.Tensor:
 
 def unserved(call: dict[str, Any]) -> dict[str, bool]:
     return {
-        "MXFP4 keys of the indexer": call["use_fp4_cache"],
+        "MXFP4 keys of pools": call["use_fp4_cache"],
         "decode context parallelism of pooled keys": call["dcp_world_size"] > 1,
     }
 
@@ -72,7 +73,7 @@ def reserve(keys: int, tokens: int, pools: int, pool: int) -> tuple[torch.Tensor
     from vllm.v1.worker.workspace import current_workspace_manager
 
     selections = (((tokens, width), torch.int32) for width in (pools, pools * pool + pool - 1))
-    sizes = *indexer.sizes(keys, KEY_DIMS), *selections
+    sizes = *indexer.sizes(keys, IndexerLayout(KEY_DIMS, key_format())), *selections
     return tuple(current_workspace_manager().get_simultaneous(*sizes))
 
 

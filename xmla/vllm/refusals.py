@@ -75,9 +75,11 @@ def unserved(config: Any) -> dict[str, bool]:
         and key_format() == "fp8",
         # Its entries of 288 bytes have windows of 528 beside them, where `patches` makes vLLM store V4's.
         "FLASHMLA_MEGA_ATTN_DSV41": named == "FLASHMLA_MEGA_ATTN_DSV41",
-        # 0.26 has a switch of its own for them.
-        "MXFP4 keys of the indexer": attention.indexer_kv_dtype == "mxfp4"
-        or getattr(attention, "use_fp4_indexer_cache", False),
+        # The layers that `patches` changes for them, of other releases, were not looked at.
+        "MXFP4 keys of the indexer before vLLM 0.33": has_fp4_keys(config)
+        and Version(version("vllm")) < Version("0.33"),
+        # vLLM's kernels write them, in e4m3 alone.
+        "MXFP4 keys of pools": has_fp4_keys(config) and pool_size(config) > 1,
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
         "two micro-batches at once": parallel.use_ubatching,
         # Whether a step's prefills take vLLM's dense attention depends on the longest. V4 has none.
@@ -138,6 +140,12 @@ def key_format() -> str:
 def has_fp4_entries(config: Any) -> bool:
     """Whether attention's entries, but for drafts', are those of the cache dtype `nvfp4_ds_mla`."""
     return config.cache_config.cache_dtype == FP4_ENTRIES
+
+
+def has_fp4_keys(config: Any) -> bool:
+    """Whether the user asks for keys of the indexer in MXFP4: 0.26 has a switch of its own for them."""
+    attention = config.attention_config
+    return attention.indexer_kv_dtype == "mxfp4" or getattr(attention, "use_fp4_indexer_cache", False)
 
 
 def pool_size(config: Any) -> int:

@@ -15,7 +15,7 @@ import torch
 
 from xmla._warmup import make_engine_ready
 from xmla.core.compile import compiling_allowed
-from xmla.core.formats.indexer import IndexerLayout
+from xmla.core.formats.indexer import indexer_layouts
 from xmla.core.formats.mla import PLAIN, PLAIN_V4, V32
 from xmla.core.models import memory, selection
 from xmla.core.models.base import map_call
@@ -26,7 +26,7 @@ from xmla.torch_api._arrays import device_of, spec_of
 from xmla.vllm import shards
 from xmla.vllm.indexer import Blocks
 from xmla.vllm.pools import LEAST_HEADS
-from xmla.vllm.refusals import key_format, pool_size, refuse, unserved, unused
+from xmla.vllm.refusals import KEY_DIMS, has_fp4_keys, key_format, pool_size, refuse, unserved, unused
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Sizes:
             scratch=envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB << 20,
             ranks=config.parallel_config.decode_context_parallel_size,
             block=config.cache_config.block_size,
-            key_format=key_format(),
+            key_format="mxfp4" if has_fp4_keys(config) else key_format(),
         )
 
     def width(self, page: int) -> int:
@@ -93,7 +93,7 @@ def select_calls(
 
     The model has `written` the keys, if not the indexer does.
     """
-    keys = IndexerLayout(cache.shape[2] - 4, sizes.key_format)
+    (keys,) = indexer_layouts(cache.shape[2], form=sizes.key_format)
     page, form = cache.shape[1], {"cache_format": keys.format}
     if not written:
         inserted = {"keys": Spec((1, keys.dim), "bfloat16"), "slots": Spec((1,), "int64"), "cache": cache}
@@ -111,7 +111,7 @@ def select_calls(
         requests = sizes.requests * (sizes.new if new == 1 else 1)  # vLLM may make a request of each drafted token
         for count in token_counts(device, min(requests, sizes.tokens // new)):
             tokens = min(count * new, sizes.at_once(columns))
-            called = selection.paged(tokens, heads, cache, (count, width))
+            called = selection.paged(tokens, heads, keys.dim, cache, (count, width))
             with_ids = called | selection.of_tokens(tokens, "request_ids")
             if blocks is not None:
                 for of_requests in (called, with_ids):
@@ -139,7 +139,7 @@ def select_calls(
 
 def quantize_calls(cache: Spec, heads: int) -> Iterator[Call]:
     """Calls of `without_e4m3` over the indexer's keys: of each kind of layer, whichever the model has."""
-    dim = cache.shape[2] - 4
+    dim = KEY_DIMS
     keys = {"keys": Spec((1, dim), "float32"), "slots": Spec((1,), "int64"), "cache": cache}
     yield Call("write_indexer_cache", keys, {})
     of_heads = {"scale": dim**-0.5 * heads**-0.5}

@@ -15,14 +15,14 @@ def query(tokens: int, heads: int, dim: int) -> dict[str, Spec]:
     return {"q8": Spec(shape, "float8_e4m3fn"), "weights": Spec(shape[:2], "float32")}
 
 
-def paged(tokens: int, heads: int, cache: Spec, table: tuple[int, int]) -> dict[str, Spec]:
-    """Arguments over a cache [P, R, D+4] of keys, by a block table of so many rows and pages."""
+def paged(tokens: int, heads: int, dim: int, cache: Spec, table: tuple[int, int]) -> dict[str, Spec]:
+    """Arguments over a cache of keys of `dim` dims, by a block table of so many rows and pages."""
     pages = {"cache": cache, "block_table": Spec(table, "int32")}
-    return query(tokens, heads, cache.shape[2] - 4) | pages | of_tokens(tokens, "lengths")
+    return query(tokens, heads, dim) | pages | of_tokens(tokens, "lengths")
 
 
 def ragged(tokens: int, heads: int, columns: int, layout: IndexerLayout) -> dict[str, Spec]:
     """Arguments over so many keys that were gathered of a cache of this format."""
     values, scales = layout.dtypes
-    gathered = {"keys": Spec((columns, layout.dim), values), "key_scales": Spec((columns,), scales)}
+    gathered = {"keys": Spec((columns, layout.value_bytes), values), "key_scales": Spec((columns,), scales)}
     return query(tokens, heads, layout.dim) | gathered | of_tokens(tokens, "starts", "ends")
