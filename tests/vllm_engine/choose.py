@@ -247,8 +247,8 @@ def text_config(kind: str) -> Any:
 def refused_at_start(config: VllmConfig, worker: type) -> list[str]:
     """What the worker says of engines that are not served, before it loads weights: two micro-batches are set already.
 
-    Of one whose keys are MXFP4 and, if the release has them, of a model with pooled keys that ranks share and of V4.1
-    with an option of vLLM's own kernels.
+    Of one whose keys are MXFP4, as none are before 0.33, and, if the release has them, of a model with such pooled keys
+    that ranks share and of V4.1 with an option of vLLM's own kernels.
     """
     models = {"deepseek_v32": SimpleNamespace(model_type="deepseek_v32", index_topk=2048)}
     if Version(version("vllm")) >= Version("0.33"):
@@ -257,7 +257,7 @@ def refused_at_start(config: VllmConfig, worker: type) -> list[str]:
     for kind, model in models.items():
         architecture = ARCHITECTURES[kind]
         config.model_config = SimpleNamespace(hf_text_config=model, hf_config=None, architecture=architecture)
-        config.attention_config.indexer_kv_dtype = "mxfp4" if kind == "deepseek_v32" else "bf16"
+        config.attention_config.indexer_kv_dtype = "mxfp4"
         if kind == "deepseek_v41":
             config.attention_config.indexer_sparse_logits = True
         config.parallel_config.decode_context_parallel_size = 2 if kind == "glm5_next" else 1

@@ -27,6 +27,7 @@ import test_vllm as steps
 from xmla import layouts
 from xmla import torch_api as xt
 from xmla.core.compile import interpreter
+from xmla.core.formats.indexer import IndexerLayout
 from xmla.vllm import backend, fp4, indexer, projection, without_e4m3
 from xmla.vllm.refusals import FP4_ENTRIES
 
@@ -132,6 +133,36 @@ def written_behind() -> bool:
             assert (read - kept).abs().max() < 0.1 * kept.abs().max()
     xt.write_mla_cache = write
     return written == [352]
+
+
+def keys_written_behind() -> list[bool]:
+    """Of V3.2's fused kernel that leaves keys in MXFP4 to xmla.
+
+    Whether its queries are the same, its tokens' keys alone are written, and these are those in e4m3 but for rounding.
+    """
+    tokens, slots = 5, torch.tensor([7, 0, -1])  # of rows that are padded
+    generator = torch.Generator().manual_seed(2)
+    q_c, kv_c, k_pe, index_k = (
+        torch.randn(tokens, dims, generator=generator).bfloat16() for dims in (96, 512, 64, 128)
+    )
+    norms = torch.randn(128, generator=generator), torch.randn(128, generator=generator)
+    found = []
+    for row in (132, 68):
+        cache, selected = torch.zeros(2, 4, row, dtype=torch.uint8), torch.zeros(tokens, 8, dtype=torch.int32)
+        queries = fp4.write_keys_behind(kernels.fused_norm_rope)(
+            torch.arange(tokens), q_c, q_c[0], 1e-6, kv_c, kv_c[0], 1e-6, k_pe, torch.ones(16, 64), index_k, *norms,
+            1e-6, torch.ones(16, 64), selected, slot_mapping=torch.cat((slots, slots[2:], slots[2:])),
+            indexer_slot_mapping=slots if row == 68 else None, indexer_k_cache=cache, has_indexer=True,
+        )  # fmt: skip
+        found.append((queries, cache))
+    (queries, plain), (same, packed) = found
+    written = packed.flatten(1)[:, : 4 * 64].reshape(8, 64).any(dim=1).nonzero().flatten().tolist()
+    values, scales = xt.read_indexer_cache(plain, slots[:2].int())
+    kept = values.float() * scales[:, None]
+    stored = (part.numpy() for part in xt.read_indexer_cache(packed, slots[:2].int(), cache_format="mxfp4"))
+    read = torch.from_numpy(IndexerLayout(128, "mxfp4").operands(*stored)[0])
+    off = (read - kept).view(2, 4, 32).abs().amax(dim=2) / kept.view(2, 4, 32).abs().amax(dim=2)
+    return [torch.equal(queries, same), written == [0, 7], bool((off < 0.4).all())]
 
 
 def own(function: Any) -> Any:
@@ -252,8 +283,8 @@ def page_bytes() -> dict[str, list[int]]:
             topk_buffer_width=8, non_causal_multi_token_decode=False, **more,
         )  # fmt: skip
 
-    def keys(ratio: int) -> SimpleNamespace:
-        return SimpleNamespace(head_dim=132, dtype=torch.uint8, compress_ratio=ratio, cache_config=cache_config)
+    def keys(ratio: int, row: int = 132) -> SimpleNamespace:
+        return SimpleNamespace(head_dim=row, dtype=torch.uint8, compress_ratio=ratio, cache_config=cache_config)
 
     cache_config = SimpleNamespace(block_size=256, cache_dtype="fp8_ds_mla")
     config: Any = SimpleNamespace(cache_config=cache_config, model_config=None)
@@ -271,6 +302,8 @@ def page_bytes() -> dict[str, list[int]]:
         ("v41_fp4", DeepseekV41Attention, packed("nvfp4_ds_mla", **v41)),
         ("indexer_fp8_d128", DeepseekV32IndexerCache, keys(1)),
         ("indexer_fp8_d128", DeepseekV4IndexerCache, keys(4)),
+        ("indexer_mxfp4_d128", DeepseekV32IndexerCache, keys(1, 68)),
+        ("indexer_mxfp4_d128", DeepseekV4IndexerCache, keys(4, 68)),
     ]
     found = {}
     for name, layer, told in made:
@@ -291,6 +324,7 @@ if __name__ == "__main__":
             "rows": [shared_rows(sizes) for sizes in ([13], [4, 9], [1, 11, 1])],
             "mapped": found_mapped(),
             "written": written_behind(),
+            "keys": keys_written_behind(),
             "quantized": [
                 quantized(interleaved, cache)
                 for interleaved, cache in product((False, True), (torch.uint8, torch.bfloat16))

@@ -290,6 +290,37 @@ def test_v41_tokens_over_fp4_entries(
     assert served["tokens"] == gathered["tokens"]
 
 
+@pytest.mark.skipif(OLD, reason="with xmla since 0.33")
+def test_tokens_over_keys_in_mxfp4(kernels: dict[str, Any], serve: Callable[..., Any]) -> None:
+    """Keys of 68 bytes beside entries of 352, in pages and gathered; the pool has 1.88 times the tokens."""
+    served, reference = (
+        serve("--keys", "mxfp4", "--cache", "nvfp4_ds_mla", option) for option in ("--gather", "--reference")
+    )
+    assert served["tokens"] == reference["tokens"]
+    assert served["calls"].keys() == kernels["calls"].keys() | {"read_mla_cache", "copies to the device"}
+    assert (kernels["entries"], served["entries"]) == ([132, 656], [68, 352])
+    assert served["blocks"] == pytest.approx(kernels["blocks"] * (132 + 656) / (68 + 352), rel=0.01)
+
+
+@pytest.mark.skipif(OLD, reason="with xmla since 0.33")
+@pytest.mark.parametrize("options", [("--drafts", "1"), ("--ranks", "2"), ("--ampere",)], ids=" ".join)
+def test_tokens_over_keys_in_mxfp4_with_other_options(options: tuple[str, ...], serve: Callable[..., Any]) -> None:
+    plain, served = serve("--keys", "mxfp4"), serve("--keys", "mxfp4", *options)
+    assert plain["entries"] == served["entries"] == [68, 656]
+    assert served["tokens"] == plain["tokens"]
+
+
+@pytest.mark.skipif(OLD, reason="with xmla since 0.33")
+@pytest.mark.parametrize("name", ["v4", "v41", "hy"])
+def test_tokens_of_other_models_over_keys_in_mxfp4(
+    name: str, serve: Callable[..., Any], models: dict[str, Path]
+) -> None:
+    """V4's and V4.1's are written by vLLM's kernels, without the instruction that rounds to e2m1."""
+    served, reference = (serve("--keys", "mxfp4", *more, model=models[name]) for more in ((), ("--reference",)))
+    assert 68 in served["entries"] and 132 not in served["entries"]
+    assert served["tokens"] == reference["tokens"]
+
+
 def test_glm_every_op_ran(glm_kernels: dict[str, Any]) -> None:
     """Two layers that select pools, behind one of linear attention whose states share their pages."""
     calls = glm_kernels["calls"]
@@ -744,12 +775,13 @@ def test_where_vllm_takes_it(run: Callable[..., Any]) -> None:
     assert {name: models for name, models in refused["transfers"].items() if models} == blackwell
     dbo = "two micro-batches at once"
     newer = (
-        "decode context parallelism of pooled keys",
-        "logits of DeepSeek-V4.1's blocks alone (indexer_sparse_logits)",
+        "",
+        "decode context parallelism of pooled keys, MXFP4 keys of pools, ",
+        "logits of DeepSeek-V4.1's blocks alone (indexer_sparse_logits), ",
     )
     assert refused["start"] == [
-        f"xmla.vllm: not served: {told}, {dbo}; {without}"
-        for told in ("MXFP4 keys of the indexer", *(() if OLD else newer))
+        f"xmla.vllm: not served: {told}{dbo}; {without}"
+        for told in (("MXFP4 keys of the indexer before vLLM 0.33, ",) if OLD else newer)
     ]
 
 
@@ -793,10 +825,10 @@ def test_steps_by_the_metadata_of_newer_releases(run: Callable[..., Any]) -> Non
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["rows"] == [True] * 3
     assert found["mapped"] == [False, True, False, False, True, False, False]
-    assert found["written"]
+    assert found["written"] and found["keys"] == [True, True, True]
     assert found["quantized"] == [[0, 0, 0, 0]] * 4
     assert len(found["plain"]) == 7 and all(found["plain"].values()), found["plain"]
-    assert len(found["pages"]) == 6, found["pages"]
+    assert len(found["pages"]) == 8, found["pages"]
     for digest, (whole, stride) in found["pages"].items():  # one decides what the other does
         told = dict(field.split("=") for field in digest.split(";"))
         entry = sum(int(part.partition(":")[2]) for part in told["parts"].replace("|", ",").split(","))
@@ -807,7 +839,8 @@ def test_steps_by_the_metadata_of_newer_releases(run: Callable[..., Any]) -> Non
 
 def test_every_change_is_told_with_what_would_remove_it(run: Callable[..., Any]) -> None:
     every = " + ".join(
-        f"patches.{kind}PATCHES" for kind in ("", "POOL_", "FP4_", "INVARIANCE_", "V4_INVARIANCE_", "E4M3_")
+        f"patches.{kind}PATCHES"
+        for kind in ("", "POOL_", "FP4_", "FP4_KEY_", "CUTEDSL_FP4_KEY_", "INVARIANCE_", "V4_INVARIANCE_", "E4M3_")
     )
     done = run("", "-c", f"from xmla.vllm import patches; print(*(patch.name for patch in {every}))")
     assert done.returncode == 0, done.stderr[-3000:]

@@ -47,6 +47,12 @@ class Vllm(Adapter):
         ),
         ("xmla-fp4", "own-bf16"), ("xmla-fp4", "xmla"), ("xmla-fp4-graphs", "xmla-fp4"),
         ("v41-fp4-xmla", "v41-xmla"), ("v41-fp4-xmla-graphs", "v41-fp4-xmla"),
+        ("xmla-mxfp4", "own-bf16"), ("xmla-4bit", "own-bf16"), ("xmla-4bit", "xmla-fp4"),
+        *(
+            (f"{kind}xmla-mxfp4{more}", f"{kind}xmla{other}")
+            for kind in ("", "v4-", "v41-") for more, other in (("", ""), ("-graphs", "-mxfp4"))
+        ),
+        *((f"xmla-4bit-{name}", "xmla-4bit") for name in ("graphs", "profiled")),
         ("own-long-chunks", "own-long"), ("xmla-long", "own-long"),
         ("v4-own-long-chunks", "v4-own-long"), ("v4-xmla-long", "v4-own-long"),
         ("v41-own-chunks", "v41-own"), ("v41-xmla", "v41-own"), ("v41-own-graphs", "v41-own"),

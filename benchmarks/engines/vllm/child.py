@@ -45,11 +45,8 @@ from benchmarks.engines.vllm.engines import ENGINES, OPS
 from benchmarks.engines.vllm.steps import Watch, summary
 
 DIVIDED = 16  # passes that are divided into parts
-CACHE_BYTES = {
-    "fp8": 656 + 132,
-    "nvfp4_ds_mla": 352 + 132,
-    "auto": 1152 + 132,
-}  # of a token in a layer, with the indexer's key
+CACHE_BYTES = {"fp8": 656, "nvfp4_ds_mla": 352, "auto": 1152}  # of a token in a layer
+KEY_BYTES = {"auto": 132, "mxfp4": 68}  # of the indexer's key
 
 
 def load() -> None:
@@ -95,7 +92,8 @@ def start(
     return LLMEngine.from_engine_args(
         EngineArgs(
             model=str(model), skip_tokenizer_init=True, dtype="bfloat16", gpu_memory_utilization=gpu_memory_utilization,
-            attention_config={"sparse_mla_force_mqa": True}, disable_log_stats=True,
+            attention_config={"sparse_mla_force_mqa": True, "indexer_kv_dtype": ENGINES[name].index},
+            disable_log_stats=True,
             **ENGINES[name].arguments(sizes), **arguments,
         )
     )  # fmt: skip
@@ -221,10 +219,11 @@ def start_for(
     most = max(counts) * (max(contexts) + tokens + 128)
     # Windows and compressors have caches of their own, in pages as large. States of linear attention are few.
     most *= 3 if ENGINES[name].kind in ("v4", "v41") else 1
+    entry = CACHE_BYTES[ENGINES[name].cache] + KEY_BYTES[ENGINES[name].index]
     return start(
         name, model, tuple(sorted(set(counts))), prepare=prepare, max_model_len=max(contexts) + tokens + WARM + 64,
         max_num_seqs=max(counts), max_num_batched_tokens=CHUNK, enable_prefix_caching=True,
-        kv_cache_memory_bytes=(1 << 30) + int(1.25 * most * layers * CACHE_BYTES[ENGINES[name].cache]),
+        kv_cache_memory_bytes=(1 << 30) + int(1.25 * most * layers * entry),
     )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ LONG_V4: dict[str, Any] = {"kind": "v4", "joins": {"525497": 0, "40": 12}, "max_
 # Of V4.1 one with more entries than the blocks of the source layer have.
 V41: dict[str, Any] = {"kind": "v41", "joins": JOINS | {"24000": 0}, "max_len": 32768, "cache_gib": 2}
 FP4: dict[str, Any] = {"cache": "nvfp4_ds_mla"}  # on Hopper vLLM's own kernels have none
+MXFP4: dict[str, Any] = {"index": "mxfp4"}  # nor these
 DSPARK: dict[str, Any] = {"drafter": "dspark", "drafts": 3}
 GLM: dict[str, Any] = {"kind": "glm", "cache": "auto", "cache_gib": 2}
 
@@ -34,9 +35,11 @@ class Engine(AnyEngine):
     `keys`: ranks share the keys too. It is asked `joins`. If `cache_gib` is 0, vLLM's memory profile, which captures
     graphs too, says how large the cache is: it needs the GPU alone. `invariant`: vLLM is asked for the same bits in any
     batch, of at most `requests`. `adaptive`: the device decides how many of the drafts are verified, in graphs alone.
+    `index`: the dtype of the indexer's keys.
     """
 
     cache: str = "fp8"
+    index: str = "auto"
     sizes: tuple[int, ...] = ()
     compiled: bool = False
     keys: bool = False
@@ -107,6 +110,11 @@ ENGINES = {
     "v41-xmla-dspark-adaptive": xmla(**V41, **DSPARK, sizes=VERIFIED, adaptive=True),
     "xmla-fp4": xmla(**FP4), "xmla-fp4-graphs": xmla(sizes=EXACT, **FP4), "v41-fp4-xmla": xmla(**V41, **FP4),
     "v41-fp4-xmla-graphs": xmla(sizes=EXACT, **V41, **FP4),
+    "xmla-mxfp4": xmla(**MXFP4), "xmla-mxfp4-graphs": xmla(sizes=EXACT, **MXFP4), "xmla-4bit": xmla(**FP4, **MXFP4),
+    "xmla-4bit-graphs": xmla(sizes=EXACT, **FP4, **MXFP4),
+    "xmla-4bit-profiled": xmla(sizes=EXACT, **FP4, **MXFP4, cache_gib=0),
+    "v4-xmla-mxfp4": xmla(kind="v4", **MXFP4), "v4-xmla-mxfp4-graphs": xmla(kind="v4", sizes=EXACT, **MXFP4),
+    "v41-xmla-mxfp4": xmla(**V41, **MXFP4), "v41-xmla-mxfp4-graphs": xmla(sizes=EXACT, **V41, **MXFP4),
     "glm-own": own(**GLM), "glm-own-chunks": own(**GLM, chunk=768), "glm-own-graphs": own(**GLM, sizes=EXACT),
     "glm-own-fp8": own(**GLM | {"cache": "fp8"}), "glm-xmla": xmla(**GLM), "glm-xmla-graphs": xmla(**GLM, sizes=EXACT),
     "glm-xmla-fp8": xmla(**GLM | {"cache": "fp8"}),
