@@ -70,7 +70,7 @@ def as_asked(_: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 def store_packed(cache: type) -> type:
     """The cache of the indexer's keys in V3.2's layers, which ask for rows of e4m3 whatever the user does."""
-    make = cache.__init__
+    make: Any = cache.__init__
 
     @wraps(make)
     def init(self: Any, head_dim: int, *args: Any, **kwargs: Any) -> None:
