@@ -1026,7 +1026,8 @@ def test_what_vllm_would_quantize_is_compiled(packed: bool, device: str, monkeyp
         tokens, heads = 3, 8
         positions, cos_sin = torch.tensor([4, 0, 9]), torch.rand(10, 64)
         cache = torch.zeros(2, 64, 656, dtype=torch.uint8) if packed else torch.zeros(2, 64, 576).bfloat16()
-        keys, selected = torch.zeros(2, 64, 132, dtype=torch.uint8), torch.zeros(4, 8, dtype=torch.int32)
+        row = 132 if packed else MXFP4_ROW
+        keys, selected = torch.zeros(2, 64, row, dtype=torch.uint8), torch.zeros(4, 8, dtype=torch.int32)
         q_c, kv_c, k_pe, index_k = (torch.randn(tokens, dims).bfloat16() for dims in (96, 512, 64, 128))
         arguments = (
             positions, q_c, torch.ones(96), 1e-6, kv_c, torch.ones(512), 1e-6, k_pe, cos_sin, index_k, torch.ones(128),
@@ -1039,6 +1040,8 @@ def test_what_vllm_would_quantize_is_compiled(packed: bool, device: str, monkeyp
             *arguments, slot_mapping=slots, indexer_k_cache=keys, mla_kv_cache=cache, has_indexer=True
         )
         assert torch.equal(again, queries) and cache.any(2).nonzero().tolist() == [[0, 5], [1, 6]]
+        values = keys.flatten(1)[:, : 64 * (row - 4)].reshape(2, 64, row - 4)
+        assert values.any(2).nonzero().tolist() == [[0, 5], [1, 6]]
         weights, index_q = (
             torch.randn(tokens, 128 + heads).bfloat16()[:, 128:],
             torch.randn(tokens, heads, 128).bfloat16(),
