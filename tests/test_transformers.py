@@ -394,17 +394,23 @@ def test_what_is_not_served_is_refused(device: str) -> None:
         UnsupportedError, match="LatentCache: layers of llama cache no latents, supported: DynamicCache"
     ):
         LatentCache(transformers.LlamaConfig())
-    for name, value, supported in (("kv_lora_rank", 256, "512"), ("index_head_dim", 96, "32 or 64 or 128")):
-        other = copy.deepcopy(model.config)
-        setattr(other, name, value)
-        with pytest.raises(UnsupportedError, match=f"xmla.transformers: {name} is {value}, supported: {supported}"):
-            models.mask(1, 4, 4, config=other)
     model.config.kv_lora_rank = 256
     with pytest.raises(UnsupportedError, match="latents of 256 and 64 dims, entries of fp8 have 512 and 64"):
         LatentCache(model.config, "fp8")
     model.config.index_head_dim = 96
     with pytest.raises(UnsupportedError, match="the indexer's keys have 96 dims, those of fp8 have 32, 64 or 128"):
         LatentCache(model.config, indexer_keys="fp8")
+
+
+@pytest.mark.parametrize("kind", models.SERVED)
+def test_sizes_that_no_op_takes_are_refused_by_their_names(kind: str, device: str) -> None:
+    others = {"kv_lora_rank": 256, "head_dim": 256, "qk_rope_head_dim": 32, "index_head_dim": 96}
+    for name, sizes in models.SIZES[kind].items():
+        model = build(kind, device, **{name: others[name]})
+        supported = " or ".join(map(str, sizes))
+        refusal = f"xmla.transformers: {name} is {others[name]}, supported: {supported}$"
+        with pytest.raises(UnsupportedError, match=refusal), torch.no_grad():
+            model(text(device, tokens=3))
 
 
 @pytest.mark.parametrize(

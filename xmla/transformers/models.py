@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.formats.indexer import INDEXER_DIMS
-from xmla.core.formats.mla import VALUE_DIMS
+from xmla.core.formats.mla import V32, VALUE_DIMS
 from xmla.transformers import attention, entries, passes, pools
 from xmla.transformers.asked import Asked, asked, asking
 from xmla.transformers.attention import autocast, latents, of_16_bits
@@ -93,26 +93,23 @@ _CLASSES: dict[str, tuple[str, str, Callable[..., Projected]]] = {
 }
 ENTRIES, POOLS = "deepseek_v4", "glm5_next_text"
 SERVED = (*_CLASSES, ENTRIES, POOLS)
-# The sizes that ops take, of models that ask for a mask.
-SIZES = {kind: {"kv_lora_rank": (VALUE_DIMS,), "index_head_dim": INDEXER_DIMS} for kind in _CLASSES}
-SIZES[ENTRIES] = {"head_dim": (VALUE_DIMS,), "index_head_dim": INDEXER_DIMS}
+# The sizes that ops take, by a configuration's names.
+_OF_LATENTS = {"kv_lora_rank": (VALUE_DIMS,), "index_head_dim": INDEXER_DIMS}
+SIZES = {kind: {"qk_rope_head_dim": (V32.rope,), **_OF_LATENTS} for kind in _CLASSES}
+SIZES |= {POOLS: _OF_LATENTS, ENTRIES: {"head_dim": (VALUE_DIMS,), "index_head_dim": INDEXER_DIMS}}
 
 
 def mask(*sizes: Any, config: Any, **options: Any) -> torch.Tensor:
     """What layers of a served model get in place of a mask.
 
     Raises:
-        UnsupportedError: It is not of `SERVED`, or has keys of other sizes than ops take.
+        UnsupportedError: It is not of `SERVED`.
     """
     if config.model_type not in SERVED:
         raise UnsupportedError(
             f"xmla.transformers: model_type is {config.model_type}, supported: {', '.join(SERVED)}; another "
             "attn_implementation serves it"
         )
-    for name, sizes_served in SIZES.get(config.model_type, {}).items():
-        if getattr(config, name) not in sizes_served:
-            served = " or ".join(map(str, sizes_served))
-            raise UnsupportedError(f"xmla.transformers: {name} is {getattr(config, name)}, supported: {served}")
     return (entries.window if config.model_type == ENTRIES else visible)(*sizes, **options)
 
 
@@ -196,6 +193,7 @@ def _attention(own: Callable[..., Any], layer: _Layer) -> Callable[..., Any]:
         if self.config._attn_implementation != NAME:
             _check_own(self.config, whole)
             return own(self, *args, **kwargs)
+        _check_sizes(self.config)
         queries = whole["hidden_states"].shape[1]
         losses, selections = _options(self, layer, whole)
         selects = _indexer_of(self) is not None
@@ -214,6 +212,15 @@ def _attention(own: Callable[..., Any], layer: _Layer) -> Callable[..., Any]:
         return _in_parts(self, layer, whole, run)
 
     return forward
+
+
+def _check_sizes(config: Any) -> None:
+    """Raise UnsupportedError where a model has keys of other sizes than ops take."""
+    for name, served in SIZES[config.model_type].items():
+        if getattr(config, name) not in served:
+            raise UnsupportedError(
+                f"xmla.transformers: {name} is {getattr(config, name)}, supported: {' or '.join(map(str, served))}"
+            )
 
 
 def _check_own(config: Any, whole: dict[str, Any]) -> None:
