@@ -39,6 +39,23 @@ def check(op: Op, case: Case, inputs: dict[str, np.ndarray], got: tuple, mutated
         kit.assert_updated(op, case.attrs, inputs, name, mutated[name])
 
 
+@pytest.mark.parametrize(("op", "case"), [(op, case) for op, case in CASES if op.needs], ids=kit.case_id)
+def test_a_result_needs_no_other_arguments_than_those_declared(op: Op, case: Case, device: str) -> None:
+    """Inside of a shard_map JAX takes it for the same on devices that differ in the others alone."""
+
+    def results(inputs: dict[str, np.ndarray]) -> dict[str, object]:
+        arguments = kit.torch_inputs(op, inputs, device)
+        got = kit.as_tuple(getattr(TORCH_OPS, op.name)(*arguments, **case.attrs))
+        return dict(zip(op.outputs, got, strict=True)) | dict(zip(op.tensors, arguments, strict=True))
+
+    inputs = kit.make(case)
+    whole = results(inputs)
+    for name, needed in op.needs.items():
+        assert {*needed.split()} <= {*op.tensors}
+        some = {n: array if n in needed.split() else np.zeros_like(array) for n, array in inputs.items()}
+        kit.assert_bits_equal(name, results(some)[name], kit.as_numpy(whole[name]))
+
+
 @pytest.mark.parametrize("name", sorted(registry()))
 def test_reference_implementation(name: str, device: str) -> None:
     """implementation="reference" is the reference itself, rounded to the op's dtypes, in both front-ends."""

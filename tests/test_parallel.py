@@ -160,6 +160,16 @@ def test_jax_gradients() -> None:
     assert all({"all-reduce", "reduce-scatter"} & set(collectives) for collectives in found.values()), found
 
 
+@pytest.mark.parametrize("way", ["step", "attention"])
+def test_caches_and_selections_are_the_same_on_ranks_that_share_heads(way: str) -> None:
+    """JAX knows it, so that a shard_map takes them as a scan's carry, and gives them as they came."""
+    if HAS_GPU and visible_gpus() < 2:
+        pytest.skip("needs 2 GPUs")
+    command = [sys.executable, str(FOLDER / "jax_heads.py"), way]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def test_a_mesh_axis_serves_one_axis() -> None:
     """Of heads over x and tokens over x the first that is met is shared out; the other is whole."""
     op = registry()["sparse_mla"]

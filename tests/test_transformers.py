@@ -404,12 +404,13 @@ def test_what_is_not_served_is_refused(device: str) -> None:
 
 @pytest.mark.parametrize("kind", models.SERVED)
 def test_sizes_that_no_op_takes_are_refused_by_their_names(kind: str, device: str) -> None:
-    others = {"kv_lora_rank": 256, "head_dim": 256, "qk_rope_head_dim": 32, "index_head_dim": 96}
-    for name, sizes in models.SIZES[kind].items():
-        model = build(kind, device, **{name: others[name]})
-        supported = " or ".join(map(str, sizes))
-        refusal = f"xmla.transformers: {name} is {others[name]}, supported: {supported}$"
-        with pytest.raises(UnsupportedError, match=refusal), torch.no_grad():
+    refused = {"index_head_dim": (96, "32 or 64 or 128")}
+    refused |= {"head_dim": (256, "512")} if kind == models.ENTRIES else {"kv_lora_rank": (256, "512")}
+    refused |= {"qk_rope_head_dim": (32, "64")} if kind in KEYED else {}
+    for name, (value, supported) in refused.items():
+        model = build(kind, device, **{name: value})
+        message = f"xmla.transformers: {name} is {value}, supported: {supported}$"
+        with pytest.raises(UnsupportedError, match=message), torch.no_grad():
             model(text(device, tokens=3))
 
 

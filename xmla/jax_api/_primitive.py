@@ -63,17 +63,18 @@ def _specs(names: tuple[str, ...], avals: Sequence[Any]) -> dict[str, Spec]:
 def _shapes(*avals: Any, op: Op, names: tuple[str, ...], attrs: Attributes, **_: Any) -> tuple[list[Any], set]:
     inner: list[Any] = [aval.inner_aval if isinstance(aval, AbstractRef) else aval for aval in avals]
     problem = op.bind(_specs(names, inner), attrs)
-    # Inside a shard_map a result varies over every mesh axis that an argument varies over.
-    manual = _private.varying(inner)
     # Over a mesh of explicit axes a result has the partitioned axes of the arguments.
     mesh = next((aval.sharding.mesh for aval in inner if not aval.sharding.mesh.empty), get_abstract_mesh())
     specs = _sharding.result_specs(op, problem, [aval.sharding.spec for aval in inner])
 
-    def value(shape: Sequence[int], dtype: Any, spec: P) -> ShapedArray:
+    def value(result: str, shape: Sequence[int], dtype: Any, spec: P) -> ShapedArray:
+        # Inside a shard_map a result varies over every mesh axis that an argument varies over which it needs.
+        needed = op.needs[result].split() if result in op.needs else names
+        manual = _private.varying([aval for name, aval in zip(names, inner, strict=True) if name in needed])
         return ShapedArray(shape, dtype, sharding=NamedSharding(mesh, spec), **manual)
 
-    results = zip(problem.results.values(), specs, strict=True)
-    out = [value(x.shape, jnp.dtype(x.dtype), spec) for x, spec in results]
+    results = zip(problem.results.items(), specs, strict=True)
+    out = [value(name, x.shape, jnp.dtype(x.dtype), spec) for (name, x), spec in results]
     effects: set[Any] = set()
     for index, (name, aval) in enumerate(zip(names, avals, strict=True)):
         if isinstance(aval, AbstractRef):
@@ -81,7 +82,7 @@ def _shapes(*avals: Any, op: Op, names: tuple[str, ...], attrs: Attributes, **_:
             if name in op.mutates:
                 effects.add(_private.WriteEffect(index))
         elif name in op.mutates:
-            out.append(value(aval.shape, aval.dtype, P()))
+            out.append(value(name, aval.shape, aval.dtype, P()))
     return out, effects
 
 

@@ -71,6 +71,7 @@ class Op:
         steps: Of a composed op: the ops that `implementations` calls in order. An implementation asked for by name is
             one of theirs.
         updates: The arguments updated in place; None if each element is exact.
+        needs: The arguments, by names, that a result or an updated argument is computed from, where these are not all.
         check: The op's own rules.
         limits: The range of each index, page and length, for XMLA_CHECK.
         work: The least bytes and operations of a call. Every request is as long as its block table, or has `keys`
@@ -95,6 +96,7 @@ class Op:
     implementations: tuple[Implementation, ...]
     steps: tuple["Op", ...] = ()
     updates: Mapping[str, Updated | None] = field(default_factory=dict)
+    needs: Mapping[str, str] = field(default_factory=dict)
     check: Callable[[Problem], None] = lambda problem: None
     limits: Callable[[Problem, Arrays], Iterable[Limit]] = declared_limits
     work: Callable[[Problem, float | None], Work] = each_array_once

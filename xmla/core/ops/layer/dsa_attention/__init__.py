@@ -125,6 +125,7 @@ OP = Op(
         **ATTENTION_RESULTS,
         "indices": Result("T K", "int32", sizes={"K": lambda p: p.attrs.k}, agreement=Selection()),
     },
+    needs={"indices": "index_q index_weights indexer_cache block_table lengths request_ids"},
     check=check,
     limits=partial(paged_limits, cache="indexer_cache"),
     work=work,

@@ -99,6 +99,11 @@ OP = Op(
     },
     outputs=attention.OP.outputs,
     updates=dict.fromkeys(("mla_cache", "indexer_cache")),
+    needs={
+        "indices": f"index_k entry_slots {attention.OP.needs['indices']}",
+        "mla_cache": "latent rope entry_slots mla_cache",
+        "indexer_cache": "index_k entry_slots indexer_cache",
+    },
     check=check,
     limits=limits,
     work=attention.work,
