@@ -74,8 +74,12 @@ def test_layouts_that_differ() -> None:
     assert "stride: 41984, 37440" in told.output
     same = CliRunner().invoke(app, ["layouts", "check", digests[0], "v32:64"])
     assert same.exit_code == 0 and lines(same) == ["the same layout: pages can be moved as bytes"]
-    refused = CliRunner().invoke(app, ["layouts", "check", "v32", "v32:64"]).exception
-    assert str(refused) == "layouts: got 'v32', expected a digest or FORMAT:PAGE, such as v32:64"
+    told = CliRunner().invoke(app, ["layouts", "check", "plain:64:bfloat16", "plain:64:float16"])
+    assert told.exit_code == 1 and lines(told) == ["values: bfloat16, float16"]
+    for text in ("v32", "plain:64:"):
+        refused = CliRunner().invoke(app, ["layouts", "check", text, "v32:64"]).exception
+        expected = "expected a digest or FORMAT:PAGE, such as v32:64, of plain rows plain:64:bfloat16"
+        assert str(refused) == f"layouts: got {text!r}, {expected}"
 
 
 def lines(result: Any) -> list[str]:

@@ -285,8 +285,13 @@ def test_digests_name_what_differs() -> None:
     """Formats with as many bytes in a row, pages of other sizes, and vLLM's keys on Blackwell beside xmla's."""
     v32 = "format=v32;page=64;stride=41984;values=e4m3;scale=float32;tile=128;parts=latent:512,scales:16,rope:128"
     assert layouts.digest("v32", 64) == v32
-    assert layouts.digest("plain", 64) == "format=plain;page=64;stride=36864;values=plain;parts=dims:1152"
-    digests = [layouts.digest(each.name, 64) for each in (*MLA_LAYOUTS, *INDEXER_LAYOUTS)]
+    plain = layouts.digest("plain", 64, dtype="bfloat16")
+    assert plain == "format=plain;page=64;stride=36864;values=bfloat16;parts=dims:1152"
+    assert layouts.differences(plain, layouts.digest("plain", 64, dtype="float16")) == {
+        "values": ("bfloat16", "float16")
+    }  # fmt: skip
+    dtypes = {each.name: None if each.packed else "bfloat16" for each in (*MLA_LAYOUTS, *INDEXER_LAYOUTS)}
+    digests = [layouts.digest(name, 64, dtype=dtype) for name, dtype in dtypes.items()]
     assert len({*digests}) == len(digests)
 
     v4 = layouts.digest("v4", 64)
@@ -300,7 +305,7 @@ def test_digests_name_what_differs() -> None:
     }  # fmt: skip
     places = (layouts.digest(name, 64) for name in ("v41", "v41_footer"))
     assert layouts.differences(*places)["parts"] == ("dims:512,scales:16", "dims:512|scales:16")
-    assert layouts.differences(v32, layouts.digest("plain", 64))["scale"] == ("float32", "none")
+    assert layouts.differences(v32, plain)["scale"] == ("float32", "none")
     rotated, own, untold = (layouts.digest("indexer_fp8_d128", 64, hadamard=each) for each in (True, False, None))
     assert layouts.differences(rotated, own) == {"hadamard": ("yes", "no")}
     assert layouts.differences(untold, own) == {"hadamard": ("none", "no")}
@@ -315,5 +320,11 @@ def test_digest_refuses() -> None:
         layouts.digest("v32", 64, page_stride=64)
     with pytest.raises(ArgumentError, match=r"^digest: hadamard is False for 'v32', expected None: "):
         layouts.digest("v32", 64, hadamard=False)
+    for name, dtype in (("plain", None), ("plain_v4", "float32")):
+        message = rf"^digest: dtype is {dtype!r} for '{name}', expected bfloat16 or float16, which no name tells$"
+        with pytest.raises(ArgumentError, match=message):
+            layouts.digest(name, 64, dtype=dtype)
+    with pytest.raises(ArgumentError, match=r"^digest: dtype is 'bfloat16' for 'v32', expected None: plain rows"):
+        layouts.digest("v32", 64, dtype="bfloat16")
     with pytest.raises(ArgumentError, match=r"^differences: got 'v32', expected what `digest` returns$"):
         layouts.differences("v32", layouts.digest("v32", 64))

@@ -573,6 +573,8 @@ MUTANTS = (
     Mutant("dims != KEY_DIMS", "False", "xmla/vllm/refusals.py", "../test_vllm.py", "not_served_is_refused"),
     Mutant(", 1):\n        parts", ",):\n        parts", "xmla/core/ops/blocks/indexer_blocks/plan.py",
            "../test_block_selection.py", "few_tokens"),
+    Mutant("if not layout.packed and dtype not in HALVES:", "if False:", "xmla/layouts.py", "../test_layouts.py",
+           "digest_refuses"),
     Mutant("high = 416.0", "high = 448.0", "xmla/layouts.py", "../test_layouts.py", "inspect_names_what"),
     Mutant("amax = np.minimum(amax, np.finfo(np.float32).max)", "pass", "xmla/core/formats/mla.py",
            "../core/test_layout.py", "scales_of_whole_entries"),

@@ -171,7 +171,7 @@ def replay(file: Annotated[Path, typer.Argument(help="What a failed check wrote.
 
 layouts = typer.Typer(help="Layouts of caches: what a connector compares before it moves pages.", no_args_is_help=True)
 app.add_typer(layouts, name="layouts")
-LayoutOf = Annotated[str, typer.Argument(help="A digest, or FORMAT:PAGE such as v32:64.")]
+LayoutOf = Annotated[str, typer.Argument(help="A digest, or FORMAT:PAGE such as v32:64 or plain:64:bfloat16.")]
 
 
 @layouts.command("digest")

@@ -166,7 +166,10 @@ def convert[Pool: (torch.Tensor, jax.Array, np.ndarray)](
     return cache
 
 
-def digest(cache_format: str, page_size: int, *, page_stride: int | None = None, hadamard: bool | None = None) -> str:
+def digest(
+    cache_format: str, page_size: int, *, page_stride: int | None = None, hadamard: bool | None = None,
+    dtype: str | None = None,
+) -> str:  # fmt: skip
     """Name all that decides which byte of a page is what: two caches can be moved as bytes if their digests are equal.
 
     A connector compares it with the other side's before it moves pages, and tells `differences`.
@@ -178,6 +181,7 @@ def digest(cache_format: str, page_size: int, *, page_stride: int | None = None,
             allocators, which pad a page of some formats.
         hadamard: Whether a Hadamard transform has rotated an indexer's keys, as in DeepSeek-V4's reference and in
             SGLang, not in vLLM. No byte tells, so the digest has a field of it only if it is given.
+        dtype: "bfloat16" or "float16", of plain rows and no others.
 
     Returns:
         Fields by name, as in `format=v32;page=64;stride=41984;values=e4m3;scale=float32;tile=128;
@@ -186,6 +190,7 @@ def digest(cache_format: str, page_size: int, *, page_stride: int | None = None,
 
     Raises:
         ArgumentError: The name is unknown, a page is smaller than its entries, or `hadamard` is given for attention's.
+            Or `dtype` is not, for plain rows, or is for others.
     """
     layout = _named("cache_format", cache_format, LAYOUTS, "digest")
     page_size = Attr("page_size", int, False, None).plain("digest", page_size)
@@ -196,9 +201,15 @@ def digest(cache_format: str, page_size: int, *, page_stride: int | None = None,
     stride = layout.page_stride(page_size) if stride is None else stride
     if stride < least:
         raise ArgumentError(f"digest: page_stride is {stride}, expected at least {least} for {page_size} entries")
+    dtype = Attr("dtype", str, True, None).plain("digest", dtype)
+    if layout.packed and dtype is not None:
+        raise ArgumentError(f"digest: dtype is {dtype!r} for {layout.name!r}, expected None: plain rows alone have it")
+    if not layout.packed and dtype not in HALVES:
+        expected = f"{' or '.join(HALVES)}, which no name tells"
+        raise ArgumentError(f"digest: dtype is {dtype!r} for {layout.name!r}, expected {expected}")
     entry = entry_of(layout)
     scales = {"scale": entry.scale, "tile": entry.tile} if layout.packed else {}
-    fields = {"format": layout.name, "page": page_size, "stride": stride, "values": entry.values} | scales
+    fields = {"format": layout.name, "page": page_size, "stride": stride, "values": dtype or entry.values} | scales
     if (hadamard := Attr("hadamard", bool, True, None).plain("digest", hadamard)) is not None:
         if not isinstance(layout, IndexerLayout):
             raise ArgumentError(

@@ -9,13 +9,14 @@ from xmla.layouts import differences, digest
 
 
 def digest_of(text: str) -> str:
-    """What is named as FORMAT:PAGE, such as v32:64; a digest is itself."""
+    """What is named as FORMAT:PAGE, such as v32:64, of plain rows with their dtype; a digest is itself."""
     if "=" in text:
         return text
-    name, _, page = text.partition(":")
-    if not page.isdecimal():
-        raise ArgumentError(f"layouts: got {text!r}, expected a digest or FORMAT:PAGE, such as v32:64")
-    return digest(name, int(page))
+    name, page, dtype, *rest = (*text.split(":"), None, None)
+    if not page or not page.isdecimal() or dtype == "" or any(rest):
+        expected = "a digest or FORMAT:PAGE, such as v32:64, of plain rows plain:64:bfloat16"
+        raise ArgumentError(f"layouts: got {text!r}, expected {expected}")
+    return digest(str(name), int(page), dtype=dtype)
 
 
 def check(first: str, second: str, as_json: bool) -> bool:
