@@ -102,9 +102,10 @@ class Checkpoint:
         """Whether a layer attends to the selection of an earlier one."""
         for name in ("indexer_types", "index_topk_pattern"):
             if kinds := self.fields.get(name):
-                if not isinstance(kinds, str | list | tuple):
-                    self.refuse(name, "the kind of each layer")
-                return "S" in kinds or "shared" in kinds
+                every, shared = ("F", "S") if isinstance(kinds, str) else ("full", "shared")
+                if not isinstance(kinds, str | list | tuple) or any(kind not in (every, shared) for kind in kinds):
+                    self.refuse(name, f"the kind of each layer, {every} or {shared}")
+                return shared in kinds
         return self.fields.get("index_topk_freq") is not None and self.count("index_topk_freq", 0) > 1
 
 
