@@ -124,7 +124,7 @@ def test_selections_that_do_not_fit_are_refused(on_device: None) -> None:
         step = megatron.Step.random(SIZES, "xmla", True)
         rows = rows_of(step, step.run)
 
-        def replay(layers: dict[int, torch.Tensor], of: Any = step) -> None:
+        def replay(layers: dict[int, Any], of: Any = step) -> None:
             with xmla.megatron.replay(of.layer, layers):
                 of.run()
 
@@ -133,6 +133,7 @@ def test_selections_that_do_not_fit_are_refused(on_device: None) -> None:
         for layers, told in (
             ({1: rows}, r"given for layers \[\], expected \[0\], which select keys"),
             ({0: rows[:, 1:]}, r"layer 0 has \[batch, tokens\] \(1, 23\), expected \(1, 24\)"),
+            ({0: rows.cpu().numpy()}, "layer 0 is ndarray, expected Tensor"),
             ({0: long}, r"layer 0 has dtype torch\.int64, expected int32"),
             ({0: rows[..., 1:]}, r"layer 0 has shape \(1, 24, 7\), expected \[batch, tokens, 8\]"),
             (

@@ -260,6 +260,8 @@ def test_what_does_not_fit_is_refused_by_name(device: str) -> None:
     for layers, told in (
         ({0: rows}, r"given for layers \[0\], expected \[0, 2\], which select keys"),
         ({0: rows, 1: rows, 2: rows}, r"given for layers \[0, 1, 2\], expected \[0, 2\]"),
+        ({0: rows, 2: rows.cpu().numpy()}, r"layer 2 is ndarray, expected Tensor"),
+        ({0: None, 2: rows}, r"layer 0 is NoneType, expected Tensor"),
         ({0: rows, 2: rows.long()}, r"layer 2 has dtype torch\.int64, expected int32"),
         ({0: rows[..., :15], 2: rows}, r"layer 0 has shape \(2, 41, 15\), expected \[batch, tokens, 16\]"),
         ({0: rows, 2: rows[:1]}, r"layer 2 has \[batch, tokens\] \(1, 41\), expected \(2, 41\)"),

@@ -606,6 +606,8 @@ MUTANTS = (
     Mutant("if opened.traced != len(opened.layers):", "if False:", "xmla/maxtext.py", "../test_maxtext.py", "fit"),
     Mutant("if module.indexer is not None and output is not None and not self.used:", "if False:", "xmla/megatron.py",
            "../test_megatron_layer.py", "fit_are_refused"),
+    Mutant("if not isinstance(rows, array):", "if False:", "xmla/_selections.py", "../test_transformers_replay.py",
+           "does_not_fit"),
     Mutant("((rows >= 0) & (rows >= counts[..., None])).any(-1)", "(rows < -2).any(-1)", "xmla/_selections.py",
            "../test_transformers_replay.py", "does_not_fit"),
     Mutant("~whole & (needed | (selected > 0))", "~whole & (selected > 0)", "xmla/_selections.py",

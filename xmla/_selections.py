@@ -4,7 +4,7 @@ A row [K] of a token has its keys in ascending order, counted from the first key
 last.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from xmla.core.errors import ArgumentError
@@ -15,6 +15,13 @@ def check_layers(layers: Iterable[int], selecting: Iterable[int]) -> None:
     numbers, expected = sorted(layers), sorted(selecting)
     if numbers != expected:
         raise ArgumentError(f"selections: given for layers {numbers}, expected {expected}, which select keys")
+
+
+def check_arrays(layers: Mapping[int, Any], array: type) -> None:
+    """Raise ArgumentError unless the rows of every layer are an `array` of the framework."""
+    for layer, rows in layers.items():
+        if not isinstance(rows, array):
+            raise ArgumentError(f"selections: layer {layer} is {type(rows).__name__}, expected {array.__name__}")
 
 
 def check_form(layer: int, rows: Any, topk: int, tokens: tuple[int, ...] | None = None) -> None:

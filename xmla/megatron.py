@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 from xmla import torch_api as xt
-from xmla._selections import check_form, check_layers, check_rows
+from xmla._selections import check_arrays, check_form, check_layers, check_rows
 from xmla.core.errors import ArgumentError, UnsupportedError
 from xmla.core.formats.indexer import INDEXER_DIMS
 from xmla.core.formats.mla import KEY_DIMS, VALUE_DIMS
@@ -162,7 +162,9 @@ def replay(
         raise ArgumentError(f"replay: model is {type(model).__name__}, expected one with layers that select keys")
     check_layers(layers.keys() & modules.keys(), selecting)
     topk = next(iter(selecting.values())).index_topk
-    opened = _Replay({number + 1: layers[number] for number in selecting}, topk, batch_invariant)
+    ours = {number: layers[number] for number in selecting}
+    check_arrays(ours, Tensor)
+    opened = _Replay({number + 1: rows for number, rows in ours.items()}, topk, batch_invariant)
     handles = [each.register_forward_pre_hook(opened.begin) for each in modules.values()]
     handles += [each.register_forward_hook(opened.end, always_call=True) for each in modules.values()]
     _replay = opened

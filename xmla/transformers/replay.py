@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from xmla._selections import check_form, check_layers, check_rows
+from xmla._selections import check_arrays, check_form, check_layers, check_rows
 from xmla.core.errors import UnsupportedError
 from xmla.transformers.cache import of_text
 from xmla.transformers.masks import Seen
@@ -44,6 +44,7 @@ class Selections:
         check_layers(layers, selecting)
         self.topk = text.index_topk // getattr(text, "index_kpool", 1)
         self.batch_invariant, self.layers = batch_invariant, dict(layers)
+        check_arrays(self.layers, torch.Tensor)
         for layer, rows in self.layers.items():
             check_form(layer, rows, self.topk, tuple(self.layers[selecting[0]].shape[:2]))
 
