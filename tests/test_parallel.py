@@ -245,7 +245,7 @@ def test_jit_of_gradients_and_vmap() -> None:
 def test_jax_stacks(way: str) -> None:
     """Parts of stacks have the bits of arrays of their own on one device; GPUs launch what their calls launch.
 
-    Without XMLA_ALL each op takes every form, and has every way, but not every form in every way.
+    Without XMLA_ALL each op takes every form in one of the ways; those that update have every way.
     """
     if HAS_GPU and visible_gpus() < 2:
         pytest.skip("needs 2 GPUs")

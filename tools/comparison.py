@@ -1,9 +1,9 @@
 """What the fuzzer and the tests share: copies between guards, comparisons of results and of what a call updates."""
 
+import sys
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import torch
 
 from xmla.core.op import Op
 from xmla.core.values import DTYPES, Agreement, difference
@@ -46,7 +46,8 @@ def _bits(dtype: np.dtype) -> np.dtype:
 
 
 def as_numpy(value: object) -> np.ndarray:
-    if isinstance(value, torch.Tensor):
+    torch = sys.modules.get("torch")  # seconds of an import, which programs of JAX alone do not need
+    if torch is not None and isinstance(value, torch.Tensor):
         dtype = DTYPES[str(value.dtype).removeprefix("torch.")][0]
         integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
         return value.detach().cpu().contiguous().view(integer).numpy().view(dtype)

@@ -64,8 +64,8 @@ MESH = Mesh(np.array(DEVICES), ("x",))
 def register(*targets: str) -> None:
     """Give custom calls a handler that does nothing: XLA compiles none without."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or "clang++"
-    source, library = Path(__file__).with_name("handler.cc"), DUMPS / "handler.so"
-    command = [compiler, "-std=c++17", "-w", "-shared", "-fPIC", f"-I{jax.ffi.include_dir()}", str(source)]
+    source, library = Path(__file__).with_name("handler.c"), DUMPS / "handler.so"
+    command = [compiler, "-x", "c", "-shared", "-fPIC", f"-I{jax.ffi.include_dir()}", str(source)]
     subprocess.run([*command, "-o", str(library)], check=True)
     handler = jax.ffi.pycapsule(ctypes.CDLL(str(library)).handler)
     for target in targets:

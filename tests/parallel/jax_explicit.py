@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "shared"))
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import jax
@@ -62,7 +63,13 @@ def learn(q: jax.Array, keys: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def gradients(call: Callable[..., jax.Array], count: int) -> Callable[..., tuple[jax.Array, ...]]:
-    return jax.grad(lambda *arrays: (call(*arrays).astype(jnp.float32) ** 2).sum(), tuple(range(count)))
+    """Those of half the sum of squares, by the first `count` arrays: no operation of JAX's own is compiled for them."""
+
+    def derived(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        out, pull = jax.vjp(lambda *own: call(*own, *arrays[count:]), *arrays[:count])
+        return pull(out)
+
+    return derived
 
 
 def tell(call: str, collectives: Sequence[str], results: Sequence[jax.Array]) -> None:
@@ -71,7 +78,8 @@ def tell(call: str, collectives: Sequence[str], results: Sequence[jax.Array]) ->
 
 
 def placed(mesh: Mesh, arrays: Sequence[jax.Array], specs: Sequence[P]) -> list[jax.Array]:
-    return [jax.device_put(array, NamedSharding(mesh, spec)) for array, spec in zip(arrays, specs, strict=True)]
+    pairs = zip(map(np.asarray, arrays), specs, strict=True)  # what is on a device would be cut by programs
+    return [jax.device_put(array, NamedSharding(mesh, spec)) for array, spec in pairs]
 
 
 def agree(name: str, mine: jax.Array, theirs: object) -> None:
@@ -85,14 +93,14 @@ def agree(name: str, mine: jax.Array, theirs: object) -> None:
 
 def sum_of_parts(
     derived: Callable[..., tuple[jax.Array, ...]], arrays: Sequence[jax.Array], cut: Mapping[int, int], count: int
-) -> jax.Array:
+) -> np.ndarray:
     """The second gradient of `count` devices, each of which has its part of some arrays along an axis."""
     parts = []
     for part in range(count):
         own = list(arrays)
         for place, axis in cut.items():
-            own[place] = jnp.split(arrays[place], count, axis)[part]
-        parts.append(derived(*own)[1].astype(jnp.float32))
+            own[place] = jnp.asarray(np.split(np.asarray(arrays[place]), count, axis)[part])
+        parts.append(np.asarray(derived(*own)[1], np.float32))
     return sum(parts[1:], parts[0]).astype(arrays[1].dtype)
 
 
@@ -141,6 +149,7 @@ def check_gradients(mesh: Mesh) -> None:
         tell(f"vmap of gradients, {name}: {of_the_mesh}", [], [found])
 
 
+@cache
 def with_even_tokens(op: Op) -> tuple[Case, int] | None:
     """The smallest case with an even number of tokens, or where they may stand twice with each of them twice."""
     found = []
@@ -170,7 +179,7 @@ def check_vmap(mesh: Mesh, op: Op, over: Sequence[str | None], wrap: Callable[[A
     made = [inputs(op, *chosen, seed) for seed in range(2)]
     names = [name for name in op.tensors if name in made[0]]
     shared = SHARED | ({"cos_sin"} if op.name == "compress_kv" else set())
-    batch = [jnp.asarray(made[0][n] if n in shared else np.stack([each[n] for each in made])) for n in names]
+    batch = [made[0][n] if n in shared else np.stack([each[n] for each in made]) for n in names]
     mapped = jax.vmap(function_of(op, names, case.attrs), in_axes=tuple(None if n in shared else 0 for n in names))
     specs = [
         P(*over[:1] * (name not in shared), *(over[1] if axis == "T" else None for axis in op.tensors[name].names))

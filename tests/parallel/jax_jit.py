@@ -54,7 +54,8 @@ def check(label: str, function: Callable[..., object], arrays: Sequence[jax.Arra
           **options: object) -> None:  # fmt: skip
     """`function` of arrays shared out as `specs` say against the same, or `alone`, on one device."""
     want = kit.as_tuple(jax.jit(alone or function)(*arrays))
-    placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(arrays, specs, strict=True)]
+    pairs = zip(map(np.asarray, arrays), specs, strict=True)  # what is on a device would be cut by programs
+    placed = [jax.device_put(array, NamedSharding(mesh, spec)) for array, spec in pairs]
     compiled = jax.jit(function, **options).lower(*placed).compile()
     got = kit.as_tuple(compiled(*placed))
     for index, (mine, theirs) in enumerate(zip(got, want, strict=True)):
@@ -82,9 +83,9 @@ def comparison(op: Op, case: Case, arrays: Mapping[str, np.ndarray]) -> Callable
     return same
 
 
-def even(op: Op, case: Case, axis: str) -> dict[str, np.ndarray] | None:
+def even(op: Op, arrays: dict[str, np.ndarray], axis: str) -> dict[str, np.ndarray] | None:
     """A case's inputs with an even number of tokens; None if `axis` is not shared out, or summed (jax_explicit.py)."""
-    arrays = kit.make(case)
+    arrays = dict(arrays)
     if axis not in shared_axes(op, list(arrays)) or op.sums_over_tokens:
         return None
     if axis == "T":
@@ -106,8 +107,9 @@ def even(op: Op, case: Case, axis: str) -> dict[str, np.ndarray] | None:
 def check_every_op(mesh: Mesh) -> None:
     """Tokens over the mesh, then heads, of the smallest case that has them in pairs."""
     for op in OPS.values():
+        made = [(case, kit.make(case)) for case in op.cases]
         for axis in ("T", "H"):
-            found = [(case, arrays) for case in op.cases if (arrays := even(op, case, axis)) is not None]
+            found = [(case, arrays) for case, whole in made if (arrays := even(op, whole, axis)) is not None]
             if not found:
                 continue
             case, arrays = min(found, key=lambda pair: sum(array.size for array in pair[1].values()))

@@ -4,7 +4,8 @@ script, since the devices are made first.
 python jax_stacks.py WAY [OP …]      WAY is layers: each device has layers of its own, by `shard_map`; or auto or
                                      explicit: `jit` over a mesh axis of that kind, which shards the tokens of all.
 Prints a JSON line for each op: its programs and, on GPUs, the kernels of the op that each device launched in each.
-Without a GPU, unless XMLA_ALL is set, an op's form has either `auto` or the other two ways, its neighbours the others.
+Without XMLA_ALL an op's form has one of the ways, its neighbours the others: ops that update have every way, those that
+only read two. Each op over either kind of axis is in jax_jit.py and jax_explicit.py, too.
 """
 
 import os
@@ -33,7 +34,6 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax_jit import OPS, comparison, mesh_of
-from launched import check_launches
 from stacked import (
     FUSED,
     LAYERS,
@@ -55,7 +55,11 @@ from xmla.core.values import GRADIENT, Spec
 from xmla.jax_api._run import describe
 from xmla.jax_api._sharding import shared_axes
 
+if HAS_GPU:
+    from launched import check_launches
+
 DEVICES = 2
+WAYS = ("layers", "auto", "explicit")
 Form = Callable[..., Any]
 UPDATING: tuple[Form, ...] = (slices, written_back, scanned, looped, by_refs)
 READING: tuple[Form, ...] = (scanned, looped)
@@ -191,12 +195,13 @@ def main(way: str, *names: str) -> int:
     own, mesh = way == "layers", mesh_of(AxisType.Explicit if way == "explicit" else AxisType.Auto, x=DEVICES)
     numbers = {name: number for number, name in enumerate(sorted(OPS, key=lambda name: not OPS[name].mutates))}
     for op in map(OPS.__getitem__, names or OPS):
-        if (case := even_case(op)) is None:
+        turn = WAYS.index(way) - numbers[op.name]
+        forms = UPDATING if op.mutates else READING
+        forms = [form for place, form in enumerate(forms) if EVERYTHING or (place - turn) % len(WAYS) == 0]
+        if not forms or (case := even_case(op)) is None:
             continue
         stacks, programs = Stacks.over(mesh, op, *case, own), {}
-        for place, form in enumerate(UPDATING if op.mutates else READING):
-            if not EVERYTHING and (numbers[op.name] + place + (way == "auto")) % 2:
-                continue
+        for form in forms:
             for donated in [True, *[False] * (form is slices or EVERYTHING)] if op.mutates else [False]:
                 name = f"{form.__name__}{', donated' * donated}"
                 try:

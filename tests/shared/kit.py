@@ -1,12 +1,12 @@
 """What the tests share: inputs with their strides, guard regions, comparisons."""
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from tools.comparison import (  # noqa: F401, tests have them from here
     CANARY,
@@ -19,13 +19,16 @@ from tools.comparison import (  # noqa: F401, tests have them from here
     span,
 )  # fmt: skip
 from tools.environment import EVERYTHING
-from xmla import interop, torch_api
+from xmla import interop
 from xmla.core.formats.mla import MlaLayout
 from xmla.core.op import Case, Op, plan_call
 from xmla.core.plan import Plan
 from xmla.core.registry import registry
 from xmla.core.values import ATTENTION_OUT, Device, Spec, Tolerance
 from xmla.demo import Model
+
+if TYPE_CHECKING:  # seconds of an import, which programs of JAX alone do not need
+    import torch
 
 # Merged from parts, each of which was rounded too: 2**-9 (2 Σ p |v| + |out|), with few keys, so Σ p |v| up to 2.
 MERGED_OUT = Tolerance(2**-7, ATTENTION_OUT.relative, ATTENTION_OUT.cosine)
@@ -59,8 +62,12 @@ def make(case: Case, seed: int = 0) -> dict[str, np.ndarray]:
 needs_glm = pytest.mark.skipif(bool(Model.GLM.too_old), reason=f"needs transformers {Model.GLM.since} or later")
 
 
-def as_stored(keys: torch.Tensor, device: str) -> torch.Tensor:
+def as_stored(keys: "torch.Tensor", device: str) -> "torch.Tensor":
     """Indexer keys [N, D] as the fp8 cache holds them, on the CPU in float32: a model selects from the same numbers."""
+    import torch
+
+    from xmla import torch_api
+
     slots = torch.arange(len(keys), dtype=torch.int32, device=device)
     cache = torch.zeros(1, max(len(keys), 1), keys.shape[1] + 4, dtype=torch.uint8, device=device)
     torch_api.write_indexer_cache(keys.to(device), slots, cache)
@@ -102,8 +109,10 @@ def copies(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: guarded(array)[0] for name, array in inputs.items()}
 
 
-def to_torch(array: np.ndarray, device: str) -> torch.Tensor:
+def to_torch(array: np.ndarray, device: str) -> "torch.Tensor":
     """A tensor with the array's strides, sharing memory on the CPU."""
+    import torch
+
     if not array.size:
         return torch.empty(array.shape, dtype=getattr(torch, array.dtype.name), device=device)
     flat = np.lib.stride_tricks.as_strided(array, (span(array),), (array.itemsize,))
@@ -112,7 +121,7 @@ def to_torch(array: np.ndarray, device: str) -> torch.Tensor:
     return raw.view(getattr(torch, array.dtype.name)).to(device).as_strided(array.shape, strides)
 
 
-def torch_inputs(op: Op, inputs: dict[str, np.ndarray], device: str) -> list[torch.Tensor | None]:
+def torch_inputs(op: Op, inputs: dict[str, np.ndarray], device: str) -> "list[torch.Tensor | None]":
     return [to_torch(inputs[name], device) if name in inputs else None for name in op.tensors]
 
 
@@ -120,7 +129,7 @@ def jax_inputs(op: Op, inputs: dict[str, np.ndarray]) -> list[object]:
     return [jnp.asarray(np.ascontiguousarray(inputs[n])) if n in inputs else None for n in op.tensors]
 
 
-def torch_to_jax(tensor: torch.Tensor) -> jax.Array:
+def torch_to_jax(tensor: "torch.Tensor") -> jax.Array:
     """JAX's own copy: memory that came from NumPy starts where JAX may not share it."""
     return interop.to_jax(tensor.clone())
 
