@@ -2,14 +2,12 @@
 
 import ast
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import kit
 import pytest
+from started import ROOT, run, short_demo, xmla
 
 from xmla import ArgumentError
 from xmla.cli.replay import run as repeat
@@ -18,36 +16,6 @@ from xmla.core.debug.checks import find_violation
 from xmla.core.op import Case, Op
 from xmla.core.registry import registry
 from xmla.torch_api._all_ops import TORCH_OPS
-
-ROOT = Path(__file__).parent.parent
-
-# A package that is blocked is one that is not installed: neither found nor imported.
-BLOCKER = """
-import os, sys
-
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in os.environ["BLOCKED"].split():
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Blocker())
-"""
-
-
-def run(folder: Path, *words: str, without: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
-    """`python WORDS` in `folder` without the variables that the Makefile sets, and without some packages."""
-    set_by_make = ("TRITON_INTERPRET", "JAX_PLATFORMS", "XLA_PYTHON_CLIENT_PREALLOCATE")
-    environment = {name: value for name, value in os.environ.items() if name not in set_by_make}
-    (folder / "blocker").mkdir(exist_ok=True)
-    (folder / "blocker" / "sitecustomize.py").write_text(BLOCKER if without else "")
-    path = os.pathsep.join([str(folder / "blocker"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment |= {"PYTHONPATH": path, "BLOCKED": without, "COLUMNS": "200"} | variables
-    words = (sys.executable, *words)
-    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-
-
-def xmla(folder: Path, *words: str, without: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
-    return run(folder, "-m", "xmla", *words, without=without, **variables)
 
 
 def lines(text: str) -> list[str]:
@@ -148,19 +116,7 @@ def test_verify_and_replay_with_one_framework(there: str, absent: str, tmp_path:
     assert told in replayed.stdout and f"{there}, slots: wrong share 0," in replayed.stdout
 
 
-# The demo on fewer tokens, though more than are selected.
-SHORT_DEMO = """
-from xmla.command import main
-from xmla.machine import environment
-
-def prepare_less(prepare=environment.prepare, **given):
-    prepare(**given)
-    from xmla.demo import deepseek_v32, shell
-    deepseek_v32.PROMPT, shell.DECODED = 40, 2
-
-environment.prepare = prepare_less
-main()
-"""
+SHORT_DEMO = short_demo("from xmla.demo import deepseek_v32, shell", "deepseek_v32.PROMPT, shell.DECODED = 40, 2")
 
 
 def test_demo_without_jax(tmp_path: Path) -> None:
@@ -174,22 +130,6 @@ def test_demo_without_jax(tmp_path: Path) -> None:
     assert json.loads(done.stdout) == figures
     names = {figure["name"] for figure in figures}
     assert "attention, same caches" in names and not any("JAX" in name for name in names)
-
-
-SHORT_FLAX_DEMO = SHORT_DEMO.replace("deepseek_v32, shell", "curves").replace(
-    "deepseek_v32.PROMPT, shell.DECODED = 40, 2",
-    "curves.SIZES['cpu'] = curves.SIZES['cuda'] = curves.Sizes(2, 12, 4, {curves.WARM_UP: 3, curves.JOINT: 2})\n"
-    "    from xmla.demo.in_jax import decoding\n    decoding.PROMPTS, decoding.DECODED = (40, 12, 5), 5",
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [(), ("--train",)], ids=["decoded", "trained"])
-def test_flax_demo_without_torch(options: tuple[str, ...], tmp_path: Path) -> None:
-    words = ("-c", SHORT_FLAX_DEMO, "demo", "--framework", "jax", *options)
-    done = run(tmp_path, *words, without="torch transformers")
-    assert done.returncode == 0, done.stderr
-    assert "Agrees: " in done.stdout
 
 
 TORCH = "xmla.torch_api needs torch: pip install 'xmla-kernels[torch]'"

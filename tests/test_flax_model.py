@@ -1,6 +1,7 @@
 """The demo's model in Flax NNX: transformers' tokens, one program for all steps, its training, no PyTorch."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
-from test_demo import agreeing, demo
+from started import run, short_demo
+from test_demo import demo
 
 from xmla import jax_api as xj
 from xmla.core.errors import ArgumentError, UnsupportedError
@@ -42,8 +44,8 @@ def test_tokens_are_those_of_transformers_and_of_the_torch_demo(device: str) -> 
     first, *rest = prefill(model, prompt[None], Caches.empty(model.config, 1, 64), *start)
     tokens, *_ = decode(model, *rest, jax.random.split(jax.random.key(1), 5))
     text = torch.tensor([*prompt, *first, *tokens[0]], dtype=torch.long, device=device)
-    for run in (run_as_shipped, deepseek_v32.run_replaced):
-        best = run(shipped, text, PROMPT).logits[PROMPT - 1 : -1].float().topk(2)
+    for compute in (run_as_shipped, deepseek_v32.run_replaced):
+        best = compute(shipped, text, PROMPT).logits[PROMPT - 1 : -1].float().topk(2)
         same = best.indices[:, 0] == text[PROMPT:]
         tied = best.values[:, 0] - best.values[:, 1] < 0.1  # a sixth of the logits' standard deviation
         assert (same | tied).all() and same.sum() >= 3, (best, text)
@@ -201,19 +203,31 @@ def in_one(gradients: dict[str, np.ndarray]) -> Any:
 
 
 def fewer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The demo on fewer tokens, though more than are selected."""
+    """The demo on fewer tokens."""
     monkeypatch.setattr(decoding, "PROMPTS", (36, 9, 4))
     monkeypatch.setattr(decoding, "DECODED", 4)
 
 
-def test_demo_agrees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fewer(monkeypatch)
-    result, figures = agreeing(tmp_path / "figures.json", "--framework", "jax")
+def agreeing(folder: Path, changes: Sequence[str], *options: str) -> tuple[list[str], list[dict[str, Any]]]:
+    """What a demo tells where PyTorch and transformers are not installed, and its figures, which keep their bounds."""
+    words = ("-c", short_demo(*changes), "demo", "--framework", "jax", "--out", "figures.json", *options)
+    done = run(folder, *words, without="torch transformers")
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads((folder / "figures.json").read_text())
+    assert all(figure["ok"] for figure in figures)
+    return done.stdout.splitlines(), figures
+
+
+@pytest.mark.slow
+def test_demo_agrees(tmp_path: Path) -> None:
+    decoding = "from xmla.demo.in_jax import decoding"
+    told, figures = agreeing(tmp_path, [decoding, "decoding.PROMPTS, decoding.DECODED = (36, 9, 4), 4"])
     assert {(figure["name"], figure["where"]) for figure in figures} == {
         ("decode, tokens", ""), ("logits, same step", "prefill"), ("logits, same step", "decode"),
         ("logits, dense", "prefill"), ("logits, dense", "decode"),
     }  # fmt: skip
-    subjects = [line.split(":")[0] for line in result.output.splitlines() if ":" in line]
+    assert f"Agrees: {len(figures)} of {len(figures)} figures keep their bounds" in told
+    subjects = [line.split(":")[0] for line in told if ":" in line]
     assert subjects[:3] == ["model", "by xmla", "text"] and subjects[-2:] == [
         "decoded",
         "Every figure beside its bound",
@@ -248,20 +262,20 @@ def test_demo_notices_a_mistake(mistake: Callable[..., Any], monkeypatch: pytest
 
 
 @pytest.mark.slow
-def test_training_demo_agrees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def test_training_demo_agrees(tmp_path: Path) -> None:
     """The loss of its last step is lower than that of the first, too."""
-    monkeypatch.setitem(curves.SIZES, device, curves.Sizes(2, 8, 3, {WARM_UP: 3, JOINT: 2}))
-    picture = tmp_path / "curves.png"
-    result, figures = agreeing(tmp_path / "figures.json", "--framework", "jax", "--train", "--picture", str(picture))
+    sizes = "curves.Sizes(2, 8, 3, {curves.WARM_UP: 3, curves.JOINT: 2})"
+    changes = ["from xmla.demo import curves", f"curves.SIZES['cpu'] = curves.SIZES['cuda'] = {sizes}"]
+    told, figures = agreeing(tmp_path, changes, "--train", "--picture", "curves.png")
     places = {(figure["name"], figure["where"]) for figure in figures}
     assert {
         ("gradient", "joint, rest"),
         ("second run, first 2 steps", "joint"),
         ("KL, last step / first", "warm-up"),
     } <= places
-    first, last = next(line for line in result.output.splitlines() if line.startswith("joint")).split()[7:10:2]
+    first, last = next(line for line in told if line.startswith("joint")).split()[7:10:2]
     assert float(last.strip(",")) < float(first)
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
