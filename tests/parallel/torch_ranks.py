@@ -184,13 +184,7 @@ def check_death(mesh: dist.DeviceMesh, rank: int, ranks: int) -> dict[str, objec
 def check_transformers(mesh: dist.DeviceMesh, rank: int, ranks: int) -> dict[str, object]:
     import transformers_gradients  # which no other check waits for
 
-    return transformers_gradients.check_transformers(mesh, rank, ranks)
-
-
-def check_entries_and_pools(mesh: dist.DeviceMesh, rank: int, ranks: int) -> dict[str, object]:
-    import transformers_gradients
-
-    return transformers_gradients.check_entries_and_pools(mesh, rank, ranks)
+    return transformers_gradients.check(mesh, rank, ranks)
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """A training step of a model of transformers under fully_shard, with the indexers' loss, against one process."""
 
+import hashlib
 import re
 from typing import Any
 
@@ -37,23 +38,35 @@ def sharded(device: str, units: str) -> Any:
     return fully_shard(model, mp_policy=POLICY)
 
 
-def check_transformers(mesh: dist.DeviceMesh, rank: int, ranks: int) -> dict[str, object]:
-    """Each rank has a text of its own; whichever modules are gathered by themselves."""
-    device = mesh.device_type
-    found = {}
-    whole = build("deepseek_v32", device, num_hidden_layers=2).train()
-    texts = text(device, ranks, 18)
-    wanted = {}
-    for warm_up in (False, True):
-        whole.zero_grad()
-        wanted[warm_up] = gradients(whole, texts, warm_up)
+Digests = dict[str, str]
+Errors = dict[str, float]
+
+
+def digest(grads: dict[str, torch.Tensor]) -> str:
+    return hashlib.sha256(b"".join(grad.cpu().float().numpy().tobytes() for grad in grads.values())).hexdigest()
+
+
+def errors(ours: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> Errors:
+    assert ours.keys() == want.keys()
+    return {name: float((ours[name] - want[name]).norm() / want[name].norm()) for name in want}
+
+
+def keyed(device: str, rank: int, ranks: int) -> tuple[Errors, Digests]:
+    """DeepSeek-V3.2 with the indexers' loss; whichever modules are gathered by themselves."""
+    found, digests = Errors(), Digests()
+    torch.manual_seed(0)  # the same texts on all ranks
+    texts, wanted = text(device, ranks, 18), {}
+    if rank == 0:
+        whole = build("deepseek_v32", device, num_hidden_layers=2).train()
+        for warm_up in (False, True):
+            whole.zero_grad()
+            wanted[warm_up] = gradients(whole, texts, warm_up)
     for units, warm_up in (("layers", False), ("up-projections", False), ("model", True)):
-        want = wanted[warm_up]
         ours = gradients(sharded(device, units), texts[rank : rank + 1], warm_up)
-        assert ours.keys() == want.keys()
-        errors = {name: float((ours[name] - want[name]).norm() / want[name].norm()) for name in want}
-        found[f"{units}, {warm_up}"] = max(errors.values())
-    return {"errors": found}
+        digests[units] = digest(ours)
+        if rank == 0:
+            found[units] = max(errors(ours, wanted[warm_up]).values())
+    return found, digests
 
 
 def gathered(kind: str, device: str, tokens: torch.Tensor, shards: bool) -> dict[str, torch.Tensor]:
@@ -70,15 +83,23 @@ def gathered(kind: str, device: str, tokens: torch.Tensor, shards: bool) -> dict
     return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
 
 
-def check_entries_and_pools(mesh: dist.DeviceMesh, rank: int, ranks: int) -> dict[str, object]:
+def entries_and_pools(device: str, rank: int, ranks: int) -> tuple[Errors, Digests]:
     """DeepSeek-V4 and GLM-5.3-Flash likewise, by the parameters of their attention."""
-    found = {}
+    found, digests = Errors(), Digests()
     for kind in (ENTRIES, POOLS):
-        torch.manual_seed(0)  # the same texts on all ranks
-        texts = text(mesh.device_type, ranks, 18)
-        want = gathered(kind, mesh.device_type, texts, False)
-        ours = gathered(kind, mesh.device_type, texts[rank : rank + 1], True)
-        assert ours.keys() == want.keys()
-        errors = {name: float((ours[name] - want[name]).norm() / want[name].norm()) for name in want}
-        found[kind] = max(error for name, error in errors.items() if ".self_attn." in name)
-    return {"errors": found}
+        torch.manual_seed(0)
+        texts = text(device, ranks, 18)
+        want = gathered(kind, device, texts, False) if rank == 0 else {}
+        ours = gathered(kind, device, texts[rank : rank + 1], True)
+        digests[kind] = digest(ours)
+        if rank == 0:
+            found[kind] = max(error for name, error in errors(ours, want).items() if ".self_attn." in name)
+    return found, digests
+
+
+def check(mesh: dist.DeviceMesh, rank: int, ranks: int) -> dict[str, object]:
+    """Each rank has a text of its own. The first compares: the others have the same, which the digests show."""
+    device = mesh.device_type
+    found, digests = keyed(device, rank, ranks)
+    others, more = entries_and_pools(device, rank, ranks)
+    return {"transformers": found, "entries_and_pools": others, "digests": digests | more}
