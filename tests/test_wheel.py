@@ -60,9 +60,13 @@ def test_it_has_the_files_of_the_package(wheel: Path) -> None:
     assert wheel.name == f"{DISTRIBUTION.replace('-', '_')}-{xmla.__version__}-py3-none-any.whl"
 
 
-def unpack(wheel: Path, site: Path) -> None:
+@pytest.fixture(scope="module")
+def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the wheel installs."""
+    site = tmp_path_factory.mktemp("site")
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", site, wheel]
     subprocess.run(install, check=True)
+    return site
 
 
 def link_required(site: Path, extras: str) -> None:
@@ -90,34 +94,39 @@ def link_required(site: Path, extras: str) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(HAS_GPU, reason="on a GPU JAX needs another extra; the packages are the same")
 @pytest.mark.parametrize("extras", ["torch", "torch,transformers", "jax"])
-def test_programs_of_the_documents_need_no_more_than_it_requires(wheel: Path, tmp_path: Path, extras: str) -> None:
+def test_programs_of_the_documents_need_no_more_than_it_requires(unpacked: Path, tmp_path: Path, extras: str) -> None:
     """As after `pip install 'xmla-kernels[…]'` alone: what is not declared, or not packed, is missing here.
 
-    A program that needs only PyTorch is run beside transformers by XMLA_ALL alone.
+    A program that needs only PyTorch is run beside transformers by XMLA_ALL alone. All are forks of one process, which
+    has imported PyTorch or JAX.
     """
     site = tmp_path / "site"
-    unpack(wheel, site)
+    site.mkdir()
+    for part in unpacked.iterdir():
+        (site / part.name).symlink_to(part)
     link_required(site, extras)
     alone = [sys.executable, "-S"]  # without the environment's own packages
     fresh.run([*alone, "-m", "xmla", "info"], tmp_path, PYTHONPATH=str(site))
     programs = fresh.programs(extras)
     if extras == "torch,transformers" and not EVERYTHING:
         programs = {name: code for name, code in programs.items() if name not in fresh.programs("torch")}
-    for name, code in programs.items():
-        (tmp_path / "program.py").write_text(code)
-        fresh.run([*alone, "program.py"], tmp_path, PYTHONPATH=str(site), **fresh.interpreted(name))
+    words: list[str] = []
+    for number, (name, code) in enumerate(programs.items()):
+        (tmp_path / f"program{number}.py").write_text(code)
+        variables = [f"{variable}={value}" for variable, value in fresh.interpreted(name).items()]
+        words += ["--"] * bool(words) + [f"program{number}.py", *variables]
+    forked = str(ROOT / "tests/programs/forked.py")
+    fresh.run([*alone, forked, extras.partition(",")[0], *words], tmp_path, PYTHONPATH=str(site))
 
 
-def test_it_runs_where_the_tree_is_not(wheel: Path, tmp_path: Path) -> None:
-    site = tmp_path / "site"
-    unpack(wheel, site)
-    environment = os.environ | {"PYTHONPATH": str(site)}
+def test_it_runs_where_the_tree_is_not(unpacked: Path, tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(unpacked)}
     call = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(call, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    expected = f"{site / 'xmla' / '__init__.py'} {xmla.__version__} [[192, 321, -1]] {sorted(public_ops())}"
+    expected = f"{unpacked / 'xmla' / '__init__.py'} {xmla.__version__} [[192, 321, -1]] {sorted(public_ops())}"
     assert done.stdout.strip() == expected
-    command = [site / "bin" / "xmla", "supports", "map_slots"]
+    command = [unpacked / "bin" / "xmla", "supports", "map_slots"]
     told = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
     assert "H200" in told
 
