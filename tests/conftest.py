@@ -1,5 +1,6 @@
 """Chooses the interpreter where there is no GPU, before NumPy, Triton, JAX or torch are imported."""
 
+import gc
 import os
 import re
 import sys
@@ -7,6 +8,8 @@ from pathlib import Path
 
 from tools.environment import EVERYTHING as EVERYTHING
 from tools.environment import HAS_GPU
+
+gc.disable()  # until tests are collected: modules and tests are kept, and looking through them takes a third of it
 
 # Programs that tests start find this tree's packages as tests do: `tools`, which nobody installs, and `xmla` of this
 # tree where another one is installed.
@@ -72,11 +75,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     """xdist tells groups apart by what it appends to the names of their tests, and tests by their names."""
+    gc.freeze()
+    gc.enable()
     if unstable := [item.nodeid for item in session.items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"names of tests have addresses, which differ between processes: {unstable}")
     grouped = [item for item in session.items if item.get_closest_marker("xdist_group")]
     if session.config.option.__dict__.get("loadgroup") and not all("@" in item.nodeid for item in grouped):
         raise pytest.UsageError(f"pytest {pytest.__version__} and pytest-xdist do not group tests")
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or extensions would tell of what they take for leaks
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

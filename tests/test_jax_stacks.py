@@ -51,9 +51,13 @@ UPDATING = [op for op in registry().values() if op.mutates]
 def fused_case(op: Op) -> Case:
     """The smallest case whose updated arguments are parts that XLA fuses."""
     cases = [
-        case for case in op.cases if all(a.nbytes % FUSED == 0 for n, a in kit.make(case).items() if n in op.mutates)
+        case for case in op.cases if all(s.nbytes % FUSED == 0 for n, s in kit.specs(case).items() if n in op.mutates)
     ]
-    return min(cases, key=lambda case: sum(array.nbytes for array in kit.make(case).values()))
+    return min(cases, key=nbytes)
+
+
+def nbytes(case: Case) -> int:
+    return sum(spec.nbytes for spec in kit.specs(case).values())
 
 
 def of_names(arrays: Arrays, names: Iterable[str]) -> Arrays:
@@ -182,8 +186,7 @@ def test_a_callback_beside_changes_nothing(op: Op) -> None:
 
 def alike(op: Op, case: Case, names: Sequence[str]) -> list[tuple[str, str]]:
     """Pairs of an argument and another one that is updated, of one shape and dtype."""
-    inputs = kit.make(case)
-    kinds = {name: (inputs[name].shape, inputs[name].dtype) for name in inputs}
+    kinds = {name: (spec.shape, spec.dtype) for name, spec in kit.specs(case).items()}
     return [(a, b) for b in names for a in kinds if a != b and kinds[a] == kinds[b]]
 
 
@@ -254,7 +257,7 @@ def test_a_result_stored_over_the_part_that_it_is_computed_from(op: Op, name: st
 @pytest.mark.parametrize("form", [slices, scanned_and_used, looped], ids=lambda form: form.__name__)
 @pytest.mark.parametrize("op", registry().values(), ids=lambda op: op.name)
 def test_a_program_launches_what_its_calls_launch(op: Op, form: Callable[..., Any]) -> None:
-    case = fused_case(op) if op.mutates else min(op.cases, key=lambda c: sum(a.nbytes for a in kit.make(c).values()))
+    case = fused_case(op) if op.mutates else min(op.cases, key=nbytes)
     inputs = {name: np.ascontiguousarray(array) for name, array in kit.make(case).items()}
     specs = {name: spec_of(array) for name, array in inputs.items()}
     device: Device = describe(jax.devices()[0])

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import kit
-import numpy as np
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -14,20 +13,20 @@ from torch.autograd import forward_ad
 from xmla import ArgumentError, UnsupportedError, torch_api
 from xmla.core.op import Case, Op
 from xmla.core.registry import registry
+from xmla.core.values import Spec
 from xmla.torch_api._all_ops import TORCH_OPS
 
 OPS = registry()
 
 
-def is_floating(array: np.ndarray) -> bool:
-    return getattr(torch, array.dtype.name).is_floating_point
+def is_floating(spec: Spec) -> bool:
+    return getattr(torch, spec.dtype).is_floating_point
 
 
 def floating(op: Op) -> list[tuple[Op, Case, str]]:
     """Each argument of `op` that can be floating, with the smallest case in which it is."""
-    made = [(sum(a.size for a in arrays.values()), case, arrays) for case in op.cases for arrays in [kit.make(case)]]
-    made.sort(key=lambda item: item[0])
-    found = {n: case for _, case, arrays in reversed(made) for n, array in arrays.items() if is_floating(array)}
+    cases = sorted(op.cases, key=kit.size)[::-1]
+    found = {name: case for case in cases for name, spec in kit.specs(case).items() if is_floating(spec)}
     return [(op, case, name) for name, case in found.items()]
 
 

@@ -19,7 +19,7 @@ from xmla.core.compile import interpreter
 from xmla.core.formats.indexer import IndexerLayout
 from xmla.core.lang import numbers
 from xmla.core.op import Case, Op
-from xmla.core.values import A100, INTERPRETER, L40S, Spec
+from xmla.core.values import A100, INTERPRETER, L40S
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 CODES = np.arange(256, dtype=np.uint8)
@@ -102,15 +102,14 @@ def of_formats() -> list[tuple[Op, Case]]:
     """The smallest case of each op for each formats of its caches, or dtypes of arrays of bytes."""
     chosen: dict[tuple[object, ...], tuple[int, Op, Case]] = {}
     for op, case in kit.all_cases():
-        inputs = kit.make(case)
-        specs = {name: Spec.of_numpy(array) for name, array in inputs.items()}
+        specs = kit.specs(case)
         formats = op.bind(specs, op.attributes(**case.attrs)).formats
         arrays = specs | dict(kit.plan_of(op, case, INTERPRETER).buffers)
         kinds = {name: spec.dtype for name, spec in arrays.items() if spec.itemsize == 1 and spec.dtype != "int8"}
         kinds |= {name: layout.format if isinstance(layout, IndexerLayout) else layout.name
                   for name, layout in formats.items() if name in kinds}  # fmt: skip
         if kinds:
-            size = sum(array.size for array in inputs.values())
+            size = kit.size(case)
             key = op.name, *sorted(kinds.items()), case.attrs.get("source_format")
             chosen[key] = min(chosen.get(key, (size, op, case)), (size, op, case), key=lambda each: each[0])
     return [(op, case) for _, op, case in chosen.values()]
