@@ -6,7 +6,8 @@ taken one have no effects. Where lanes count, arrays are of all threads in order
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from functools import cache
+from typing import Any, NamedTuple, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -187,11 +188,35 @@ CACHE_HINT = ".L2::cache_hint"  # what it asks for concerns time alone
 SOURCE = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*")
 
 
+class _Statement(NamedTuple):
+    label: str  # before it, or ""
+    negated: bool
+    guard: str | None
+    opcode: str
+    arguments: list[str]
+
+
+@cache
+def _statements(asm: str) -> list[_Statement]:
+    found = []
+    body = asm.strip()
+    for text in body[1:-1].split(";") if body.startswith("{") else body.split(";"):
+        label, _, after = text.strip().rpartition(":\n")
+        statement = after.strip()
+        if not statement or statement.startswith(".reg") or statement.endswith(":"):
+            continue
+        negated, guard, opcode, rest = STATEMENT.fullmatch(statement).groups()
+        arguments = [part.strip() for part in SOURCE.findall(rest)]
+        found.append(_Statement(label, bool(negated), guard, opcode.replace(CACHE_HINT, ""), arguments))
+    return found
+
+
 class _Thread:
     """The registers of all threads."""
 
     def __init__(self, operands: dict[str, np.ndarray]) -> None:
         self.registers: dict[str, np.ndarray] = dict(operands)
+        self.numbers: dict[tuple[str, np.dtype], np.ndarray] = {}
         self.shape = np.broadcast_shapes(*(x.shape for x in operands.values()))
 
     def read(self, text: str, dtype: np.dtype) -> np.ndarray:
@@ -203,10 +228,10 @@ class _Thread:
         if text.startswith("{"):
             parts = [self.read(part.strip(), np.dtype(f"u{dtype.itemsize // 2}")) for part in text[1:-1].split(",")]
             return _whole(np.stack(np.broadcast_arrays(*parts), -1), dtype)
-        if text.startswith("0f"):
-            return np.full(self.shape, int(text[2:], 16), U32).view(dtype)
-        unsigned = np.dtype(f"u{dtype.itemsize}")
-        return np.full(self.shape, int(text, 0) % 2 ** (8 * dtype.itemsize), unsigned).view(dtype)
+        if (text, dtype) not in self.numbers:
+            number = int(text[2:], 16) if text.startswith("0f") else int(text, 0) % 2 ** (8 * dtype.itemsize)
+            self.numbers[text, dtype] = np.full(self.shape, number, f"u{dtype.itemsize}").view(dtype)
+        return self.numbers[text, dtype]
 
     def write(self, text: str, value: Any, affected: np.ndarray | None = None) -> None:
         """Write a register, or two of them as `a|b`; those of `affected` threads alone, if that is given."""
@@ -214,8 +239,9 @@ class _Thread:
             for name, part in zip(text.split("|"), value, strict=True):
                 self.write(name, part, affected)
             return
-        value = np.broadcast_to(value, self.shape)
-        names = [name.strip() for name in text.strip("{}").split(",")]
+        if value.shape != self.shape:
+            value = np.broadcast_to(value, self.shape)
+        names = [name.strip() for name in text[1:-1].split(",")] if text.startswith("{") else [text]
         if affected is not None and all(name in self.registers for name in names):
             value = np.where(affected, value, self.read(text, value.dtype))
         if text.startswith("{"):
@@ -244,24 +270,22 @@ def run(
     """The output registers of `asm`; `operands` are the bits of the inputs. `add` adds values at global addresses."""
     threads = _Thread({f"${outputs + i}": value for i, value in enumerate(operands)})
     active = np.ones(threads.shape, bool)
+    some = everybody = True  # whether any thread, and whether each of them is active
     jumped: dict[str, np.ndarray] = {}
-    body = asm.strip()
-    for statement in body[1:-1].split(";") if body.startswith("{") else body.split(";"):
-        label, colon, after = statement.strip().rpartition(":\n")
-        if colon:
+    for label, negated, guard, opcode, arguments in _statements(asm):
+        if label:
             active = active | jumped.pop(label, False)
-        statement = after.strip()
-        if not statement or statement.startswith(".reg") or statement.endswith(":"):
+            some, everybody = active.any(), active.all()
+        if not some:
             continue
-        negated, guard, opcode, rest = STATEMENT.fullmatch(statement).groups()
-        opcode = opcode.replace(CACHE_HINT, "")
         affected = active
         if guard:
-            affected = active & (threads.read(guard, BOOL) ^ bool(negated))
-        arguments = [part.strip() for part in SOURCE.findall(rest)]
+            affected = active & (threads.read(guard, BOOL) ^ negated)
         if opcode == "bra":
-            jumped[rest] = jumped.get(rest, False) | affected
+            (target,) = arguments
+            jumped[target] = jumped.get(target, False) | affected
             active = active & ~affected
+            some, everybody = active.any(), active.all()
         elif opcode == "red.relaxed.gpu.global.add.u64":
             add(threads.address(arguments[0])[affected], threads.read(arguments[1], U64)[affected])
         elif opcode == "red.relaxed.gpu.global.add.u32":
@@ -269,7 +293,7 @@ def run(
         elif opcode == "red.relaxed.gpu.global.add.v4.f32":
             addresses, names = threads.address(arguments[0])[affected], arguments[1][1:-1].split(",")
             if (addresses % 16).any():
-                raise ValueError(f"{statement}: addresses between multiples of 16 bytes")
+                raise ValueError(f"{opcode}: addresses between multiples of 16 bytes")
             for i, name in enumerate(names):
                 add(addresses + 4 * i, threads.read(name.strip(), F32)[affected])
         elif opcode in ("st.shared.b32", "st.shared.v2.b32"):
@@ -287,5 +311,5 @@ def run(
         elif opcode != "prefetch.global.L2":
             dtypes, compute = INSTRUCTIONS[opcode]
             sources = [threads.read(text, dtype) for text, dtype in zip(arguments[1:], dtypes, strict=True)]
-            threads.write(arguments[0], compute(*sources), affected if guard or not active.all() else None)
+            threads.write(arguments[0], compute(*sources), affected if guard or not everybody else None)
     return [threads.registers[f"${i}"] for i in range(outputs)]
