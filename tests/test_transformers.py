@@ -12,7 +12,20 @@ from conftest import require_transformers
 
 require_transformers()
 
-from small_transformers import HOW, KEYED, LAYERS, attending, build, distance, first_layer, padded, pairs, text
+from small_transformers import (
+    DOCUMENT,
+    HOW,
+    KEYED,
+    LAYERS,
+    TOKENS,
+    attending,
+    build,
+    distance,
+    first_layer,
+    padded,
+    pairs,
+    text,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, MiniMaxM3VLTextConfig
@@ -24,7 +37,6 @@ from xmla.transformers.selection import quantized
 # transformers warns of its own deprecations.
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.slow]
 
-TOKENS = 41
 # Of a config with an indexer: selected blocks of grouped-query attention, no indices given to attention, other latents.
 REFUSED = (
     "minimax_m3_vl_text", "qwen4_exp_text", "axk2", "dots3_note_text", "hy_v4_vl_text",
@@ -63,7 +75,7 @@ def test_selected_keys_are_those_of_transformers(kind: str, how: str, device: st
     length = torch.arange(TOKENS, device=device)
     starts = length.new_zeros(2, TOKENS)
     if how == "packed":
-        starts[:, 23:] = 23
+        starts[:, DOCUMENT:] = DOCUMENT
     seen = (length <= length[:, None]) & (length >= starts[..., None])
     if "attention_mask" in given:
         seen &= given["attention_mask"][:, None].bool()
@@ -72,7 +84,7 @@ def test_selected_keys_are_those_of_transformers(kind: str, how: str, device: st
         each.scatter_(2, torch.where(indices < 0, TOKENS, indices).long(), True)
     eager, ours = (each[..., :TOKENS] for each in chosen)
     assert not (ours & ~seen).any(), "a key that the query must not see"
-    assert (ours.sum(-1) == seen.sum(-1).clamp(max=16)).all()
+    assert (ours.sum(-1) == seen.sum(-1).clamp(max=8)).all()
     assert ((eager & seen) == ours).float().mean() > 0.995, "but for ties: scores of heads that are all negative are 0"
 
 
@@ -120,7 +132,7 @@ def test_beams_and_drafts_of_another_model(device: str) -> None:
 @pytest.mark.parametrize(("kind", "how"), pairs(KEYED, ["none", "left"]))
 def test_indexer_keys_in_fp8(kind: str, how: str, device: str) -> None:
     """Bytes and scales are those of the model's own keys after any change, and most keys are selected as from these."""
-    model, tokens = build(kind, device), text(device)
+    model, tokens = build(kind, device), text(device, tokens=33)
     mask = padded(tokens, how).get("attention_mask", torch.ones_like(tokens))
     caches = [transformers.DynamicCache(config=model.config), LatentCache(model.config, indexer_keys="fp8")]
     selected: list[torch.Tensor] = []
@@ -298,7 +310,7 @@ def test_nothing_of_all_heads_by_keys_is_made(device: str) -> None:
 
 def test_gradients_are_those_of_eager_attention(device: str) -> None:
     """All tokens are selected, so that no rounding selects others."""
-    model, tokens = build("deepseek_v32", device), text(device, 2, 14)
+    model, tokens = build("deepseek_v32", device, index_topk=64), text(device, 2, 14)
     exact = copy.deepcopy(model).float()
     for each, name in ((exact, "eager"), (model, "xmla")):
         each.set_attn_implementation(name)

@@ -9,7 +9,7 @@ from conftest import require_transformers
 
 require_transformers()
 
-from small_transformers import assert_as_near, attending, build, distance, first_layer, padded, text
+from small_transformers import TOKENS, assert_as_near, attending, build, distance, first_layer, padded, text
 from transformers import DynamicCache
 
 from xmla.core.errors import UnsupportedError
@@ -18,8 +18,8 @@ from xmla.transformers import IndexerLoss, LatentCache, passes
 # transformers warns of its own deprecations.
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.slow]
 
-KIND, TOKENS, TOP = "deepseek_v4", 41, 4
-PARTS = (3, 2, 13, 1, 1, 1, 1, 1, 9, 1, 8)  # of a text: within a group of tokens, across some, and one by one
+KIND, TOP = "deepseek_v4", 4
+PARTS = (3, 2, 4, 1, 1, 1, 1, 1, 2, 1, 8)  # of a text: within a group of tokens, across some, and one by one
 
 
 def logits(model: Any, tokens: torch.Tensor, **given: Any) -> torch.Tensor:

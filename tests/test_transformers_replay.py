@@ -9,7 +9,7 @@ from conftest import require_transformers
 
 require_transformers()
 
-from small_transformers import HOW, KEYED, attending, build, distance, padded, pairs, text
+from small_transformers import DOCUMENT, HOW, KEYED, TOKENS, attending, build, distance, padded, pairs, text
 
 from xmla import torch_api as xt
 from xmla.core.errors import ArgumentError, UnsupportedError
@@ -18,7 +18,7 @@ from xmla.transformers import IndexerLoss, LatentCache, Selections, attention, p
 # transformers warns of its own deprecations.
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.slow]
 
-TOKENS, TOPK = 41, 16
+TOPK = 8
 
 
 class Noted:
@@ -56,7 +56,7 @@ def counted(layers: dict[int, torch.Tensor], starts: torch.Tensor) -> dict[int, 
 def first_keys(tokens: torch.Tensor, how: str) -> torch.Tensor:
     starts = torch.zeros_like(tokens, dtype=torch.int32)
     if how == "packed":
-        starts[:, 23:] = 23
+        starts[:, DOCUMENT:] = DOCUMENT
     elif how == "left":
         starts[0] = 9
     return starts
@@ -192,7 +192,7 @@ def test_groups_that_do_not_fit_are_refused(kind: str, device: str) -> None:
     rows = newest(torch.zeros(2, TOKENS, 4, dtype=torch.int32, device=device))
     with pytest.raises(ArgumentError, match=r"given for layers \[0, 1\], expected \[0\], which select keys"):
         Selections(model.config, {0: rows, 1: rows})
-    with pytest.raises(ArgumentError, match=r"layer 0 has shape \(2, 41, 16\), expected \[batch, tokens, 4\]"):
+    with pytest.raises(ArgumentError, match=r"layer 0 has shape \(2, 25, 16\), expected \[batch, tokens, 4\]"):
         Selections(model.config, {0: rows.repeat(1, 1, 4)})
     early = rows.clone()
     early[1, 6, 0] = 1  # of tokens 4 to 7
@@ -231,7 +231,7 @@ def test_log_probabilities_are_those_of_the_rollout(device: str, monkeypatch: py
     noted, rollouts, layers = Noted(model), [], []
     with monkeypatch.context() as engine, torch.no_grad():  # a rollout that is to have its bits in any batch
         engine.setattr(attention.xt, "sparse_mla", partial(xt.sparse_mla, batch_invariant=True))
-        for sequence, steps in enumerate(((23, 11, *[1] * 7), (9, 9, 9, *[2] * 7))):
+        for sequence, steps in enumerate(((13, 5, *[1] * 7), (5, 3, 3, *[2] * 7))):
             cache, logits, first = LatentCache(model.config), [], 0
             for count in steps:
                 fed = tokens[sequence, None, first : first + count]
@@ -263,8 +263,8 @@ def test_what_does_not_fit_is_refused_by_name(device: str) -> None:
         ({0: rows, 2: rows.cpu().numpy()}, r"layer 2 is ndarray, expected Tensor"),
         ({0: None, 2: rows}, r"layer 0 is NoneType, expected Tensor"),
         ({0: rows, 2: rows.long()}, r"layer 2 has dtype torch\.int64, expected int32"),
-        ({0: rows[..., :15], 2: rows}, r"layer 0 has shape \(2, 41, 15\), expected \[batch, tokens, 16\]"),
-        ({0: rows, 2: rows[:1]}, r"layer 2 has \[batch, tokens\] \(1, 41\), expected \(2, 41\)"),
+        ({0: rows[..., :7], 2: rows}, r"layer 0 has shape \(2, 25, 7\), expected \[batch, tokens, 8\]"),
+        ({0: rows, 2: rows[:1]}, r"layer 2 has \[batch, tokens\] \(1, 25\), expected \(2, 25\)"),
     ):
         with pytest.raises(ArgumentError, match=f"selections: {told}"):
             Selections(model.config, layers)
@@ -277,14 +277,14 @@ def test_what_does_not_fit_is_refused_by_name(device: str) -> None:
     ran: list[Any] = []
     model.get_decoder().layers[0].self_attn.q_a_proj.register_forward_hook(lambda *_: ran.append(1))
     for wrong, told in (
-        (rows[:, :-1], r"layer 0 has \[batch, tokens\] \(2, 40\), expected \(2, 41\)"),
+        (rows[:, :-1], r"layer 0 has \[batch, tokens\] \(2, 24\), expected \(2, 25\)"),
         (
             changed((1, 5, 5), 6),
             "sequence 1, token 5 has keys that it does not see: 6 keys up to 6, expected 6 below 6",
         ),
-        (changed((0, 30, 3), 17), "token 30 has keys out of order, or twice: 16 keys up to 30"),
-        (changed((0, 30, 0), -2), "token 30 has keys out of order, or twice"),
-        (changed((0, 30, 15), -1), "token 30 has another number of keys: 15 keys up to 29, expected 16 below 31"),
+        (changed((0, 20, 3), 15), "token 20 has keys out of order, or twice: 8 keys up to 20"),
+        (changed((0, 20, 0), -2), "token 20 has keys out of order, or twice"),
+        (changed((0, 20, 7), -1), "token 20 has another number of keys: 7 keys up to 19, expected 8 below 21"),
         (changed((0, 3), -1), "token 3 has another number of keys: 0 keys up to -1, expected 4 below 4"),
     ):
         layers = {0: rows if wrong.shape == rows.shape else wrong, 2: wrong}

@@ -12,7 +12,7 @@ from conftest import HAS_GPU, require_transformers
 
 require_transformers()
 
-from small_transformers import KEYED, assert_as_near, attending, build, distance, first_layer, padded, text
+from small_transformers import KEYED, TOKENS, assert_as_near, attending, build, distance, first_layer, padded, text
 from torch.utils._pytree import tree_map_only
 from transformers import DynamicCache
 from transformers.integrations.finegrained_fp8 import FP8Linear
@@ -22,8 +22,6 @@ from xmla.transformers import IndexerLoss, LatentCache, models
 
 # transformers warns of its own deprecations.
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.slow]
-
-TOKENS = 26
 
 
 def attentions(model: Any) -> list[Any]:
@@ -93,7 +91,7 @@ def test_losses_and_gradients_are_those_of_eager_attention(kind: str, how: str, 
     eager = attending(copy.deepcopy(model), "eager")
     losses = IndexerLoss(dense)
     out, selected = recorded(model, tokens, labels=tokens, indexer_loss=losses, **given)
-    assert all(keys.shape[-1] == (TOKENS if dense else 16) for keys in selected.values())
+    assert all(keys.shape[-1] == (TOKENS if dense else 8) for keys in selected.values())
     total = losses.added_to(0 * out.loss, 0.5)
     total.backward()
     expected = eager_losses(eager, kind, tokens, selected, given)
@@ -168,7 +166,7 @@ class Eager:
 @pytest.mark.parametrize("kind", ["deepseek_v4", "glm5_next_text"])
 def test_losses_over_groups_are_those_of_eager_attention(kind: str, dense: bool, device: str) -> None:
     """Of entries, and of pools, at those that xmla selected."""
-    model, tokens = build(kind, device), text(device, 2, 41)
+    model, tokens = build(kind, device), text(device, 2, TOKENS)
     eager = attending(copy.deepcopy(model), "eager")
     losses, selected = IndexerLoss(dense), {}
     for layer, indexer in indexed(model):
@@ -315,7 +313,7 @@ def adapt(model: Any, how: str) -> None:
 @pytest.mark.parametrize("how", ["adapter", "hook", "peft"])
 def test_what_is_added_to_the_up_projection_counts(how: str, device: str) -> None:
     """Its weight is not read past an adapter: gradients are as near to float32 as eager attention's."""
-    model, tokens = build("deepseek_v32", device), text(device, 2, 14)
+    model, tokens = build("deepseek_v32", device, index_topk=64), text(device, 2, 14)
     adapt(model, how)
     exact, eager = (attending(copy.deepcopy(model).to(dtype), "eager") for dtype in (torch.float32, torch.bfloat16))
     losses = [float(loss_of(each, tokens)) for each in (attending(model), exact, eager)]
@@ -347,7 +345,7 @@ def test_a_quantised_up_projection_is_scaled(device: str, monkeypatch: pytest.Mo
         return (x.float() @ (weight.float() * spread).T).to(x.dtype)
 
     monkeypatch.setattr("transformers.integrations.finegrained_fp8.fp8_linear", product)
-    model, tokens = build("deepseek_v32", device), text(device, 2, 14)
+    model, tokens = build("deepseek_v32", device, index_topk=64), text(device, 2, 14)
     for each in attentions(model):
         each.kv_b_proj = quantized(each.kv_b_proj)
     with torch.no_grad():

@@ -29,7 +29,7 @@ def gradients(model: Any, tokens: torch.Tensor, warm_up: bool) -> dict[str, torc
 
 def sharded(device: str, units: str) -> Any:
     """The model in float32, which computes in bfloat16."""
-    model = build("deepseek_v32", device, num_hidden_layers=2).float().train()
+    model = build("deepseek_v32", device, num_hidden_layers=2, index_topk=16).float().train()
     for layer in model.model.layers:
         if units == "up-projections":
             fully_shard(layer.self_attn.kv_b_proj, mp_policy=POLICY)
@@ -57,7 +57,7 @@ def keyed(device: str, rank: int, ranks: int) -> tuple[Errors, Digests]:
     torch.manual_seed(0)  # the same texts on all ranks
     texts, wanted = text(device, ranks, 18), {}
     if rank == 0:
-        whole = build("deepseek_v32", device, num_hidden_layers=2).train()
+        whole = build("deepseek_v32", device, num_hidden_layers=2, index_topk=16).train()
         for warm_up in (False, True):
             whole.zero_grad()
             wanted[warm_up] = gradients(whole, texts, warm_up)

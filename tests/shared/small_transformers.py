@@ -17,11 +17,13 @@ from transformers import (
 from tools.environment import EVERYTHING
 
 LAYERS = 3
+TOKENS = 25  # of a text; what each of them takes is most of a test
+DOCUMENT = 13  # tokens of the first of two that are packed: either has more than are selected
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": LAYERS,
     "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 512, "kv_lora_rank": 512,
     "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "index_n_heads": 4, "index_head_dim": 128,
-    "index_topk": 16, "pad_token_id": 0, "eos_token_id": None, "bos_token_id": None, "initializer_range": 0.1,
+    "index_topk": 8, "pad_token_id": 0, "eos_token_id": None, "bos_token_id": None, "initializer_range": 0.1,
 }  # fmt: skip
 DENSE = {"mlp_layer_types": ["dense"] * LAYERS}
 OF_TYPE: dict[str, dict[str, Any]] = {
@@ -39,7 +41,8 @@ OF_TYPE["deepseek_v4"] = {
     "sliding_window": 8, "index_topk": 4,
 }  # fmt: skip
 OF_TYPE["glm5_next_text"] = {
-    "q_lora_rank": 32, "qk_rope_head_dim": 0, "index_kpool": 4, "linear_num_heads": 2, "linear_head_dim": 16,
+    "q_lora_rank": 32, "qk_rope_head_dim": 0, "index_kpool": 4, "index_topk": 16, "linear_num_heads": 2,
+    "linear_head_dim": 16,
     "layer_types": ["indexed_attention", "indexed_attention", "linear_attention"], "hc_mult": 2,
     "indexer_types": ["full", "shared", "full"],
 } | DENSE  # fmt: skip
@@ -108,7 +111,7 @@ def first_layer(model: Any) -> Any:
     return next(module for name, module in model.named_modules() if name.endswith("layers.0.self_attn"))
 
 
-def text(device: str, sequences: int = 2, tokens: int = 41) -> torch.Tensor:
+def text(device: str, sequences: int = 2, tokens: int = TOKENS) -> torch.Tensor:
     return torch.randint(1, SIZES["vocab_size"], (sequences, tokens), device=device)
 
 
@@ -121,7 +124,10 @@ def padded(tokens: torch.Tensor, how: str) -> dict[str, Any]:
         mask[0, -9:] = 0
     elif how == "packed":
         place = torch.arange(length, device=tokens.device)
-        return {"position_ids": torch.where(place < 23, place, place - 23).expand_as(tokens), "use_cache": False}
+        return {
+            "position_ids": torch.where(place < DOCUMENT, place, place - DOCUMENT).expand_as(tokens),
+            "use_cache": False,
+        }
     return {"attention_mask": mask} if how != "none" else {}
 
 
