@@ -237,15 +237,20 @@ def loads_kernel(a_ptr, n, out_ptr, N: tl.constexpr):
 
 @pytest.mark.skipif(HAS_GPU, reason="kernels are compiled, not interpreted, on a GPU")
 @pytest.mark.parametrize("kind", ["int8", "uint8", "int32", "int64", "float16", "bfloat16", "float32"])
-def test_loads_by_shortcuts_change_no_bit(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    a = np.random.default_rng(0).integers(0, 9, (16, 16)).astype(DTYPES[kind][0])
+@pytest.mark.parametrize(("size", "shift"), [(16, 0), (32, 0), (32, 1)])
+def test_loads_by_shortcuts_change_no_bit(kind: str, size: int, shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of few elements and of many, from any address."""
+    values = np.random.default_rng(0).integers(0, 9, (size, size)).astype(DTYPES[kind][0])
+    memory = np.zeros(shift + values.nbytes, np.uint8)
+    a = memory[shift:].view(values.dtype).reshape(values.shape)
+    a[...] = values
 
     def run() -> list[np.ndarray]:
         found = []
         for n in (9, 1, 16):
-            out = np.full((15, 16, 16), UNWRITTEN)
+            out = np.full((15, size, size), UNWRITTEN)
             with interpreter.corrections(), np.errstate(all="ignore"):
-                loads_kernel[(1,)](interpreter._pointer(a), interpreter._size(n), interpreter._pointer(out), N=16)
+                loads_kernel[(1,)](interpreter._pointer(a), interpreter._size(n), interpreter._pointer(out), N=size)
             found.append(out)
         return found
 

@@ -301,9 +301,33 @@ def _load(member: Any) -> Any:
         shape, dtype, masked, like = facts
         data = pointer.handle.data, mask.handle.data, other.handle.data if masked is None else masked
         whole = (array if array.shape == shape else np.broadcast_to(array, shape) for array in data)
-        return _tensor_of(interpreter._interpreter.load(*whole, dtype), like)
+        return _tensor_of(_loaded(*whole, dtype), like)
 
     return call
+
+
+_MANY = 1024  # elements from which on NumPy loads them sooner than Triton's function, which takes each by itself
+_NOT_LOADED = np.zeros(1, np.uint64)  # where masked pointers point in the meantime
+
+
+@cache
+def _memory(dtype: np.dtype) -> np.ndarray:
+    """This process's memory but for its first element, as an array of elements in their places."""
+    memory: Any = type("_Memory", (), {})()
+    most = (1 << 56) // dtype.itemsize
+    memory.__array_interface__ = {"data": (dtype.itemsize, True), "shape": (most,), "typestr": dtype.str, "version": 3}
+    return np.asarray(memory)
+
+
+def _loaded(pointers: np.ndarray, mask: np.ndarray, other: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """What Triton's `load` gives."""
+    if pointers.size >= _MANY:
+        addresses = np.where(mask, pointers, _NOT_LOADED.ctypes.data).view(np.int64)
+        if not (addresses & (dtype.itemsize - 1)).any():
+            values = _memory(dtype).take((addresses >> dtype.itemsize.bit_length() - 1) - 1, mode="clip")
+            np.copyto(values, other, where=~mask)
+            return values
+    return interpreter._interpreter.load(pointers, mask, other, dtype)
 
 
 def _another(value: Any, kind: Any) -> bool:
