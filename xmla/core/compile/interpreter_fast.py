@@ -411,6 +411,26 @@ def _call_device_function(function: Any, *args: Any, **kwargs: Any) -> Any:
     return function.rewrite()(*args, **kwargs)
 
 
+_reduce_elements = interpreter.ReduceOps.generic_reduce
+
+
+def _reduce_slices(reduction: Any, operands: tuple[Any, ...]) -> Any:
+    """What a function of a kernel's combines along an axis, of all other axes at once, in Triton's order."""
+    if reduction.axis is None or operands[0].handle.data.ndim == 1:
+        return _reduce_elements(reduction, operands)
+    axis = int(reduction.axis)
+    data = [np.moveaxis(operand.handle.data, axis, 0) for operand in operands]
+    combined: Any = None
+    for part in zip(*data, strict=True):
+        tensors = [reduction.to_tensor(*each) for each in zip(part, (x.dtype for x in operands), strict=True)]
+        combined = tensors if combined is None else reduction.combine_fn.fn(*combined, *tensors)
+        combined = combined if isinstance(combined, tuple | list) else (combined,)
+    results = [np.ascontiguousarray(each.handle.data) for each in combined]
+    if reduction.keep_dims:
+        results = [np.expand_dims(result, axis) for result in results]
+    return [reduction.to_tensor(result, x.dtype) for result, x in zip(results, operands, strict=True)]
+
+
 SHORTCUTS: tuple[tuple[Any, str, Any], ...] = (
     (interpreter, "_get_np_dtype", _np_dtype),
     (interpreter, "_patch_attr", _patch_attr),
@@ -419,4 +439,5 @@ SHORTCUTS: tuple[tuple[Any, str, Any], ...] = (
     (tl.block_type, "__init__", _init_block),
     (tl.tensor, "__init__", _init_tensor),
     (InterpretedFunction, "__call__", _call_device_function),
+    (interpreter.ReduceOps, "generic_reduce", _reduce_slices),
 )
