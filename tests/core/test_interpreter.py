@@ -164,6 +164,11 @@ def with_and_without_shortcuts(run: Callable[[], Any], monkeypatch: pytest.Monke
 
 
 @triton.jit
+def less_half(a, b):
+    return a - b / 2
+
+
+@triton.jit
 def operators_kernel(a_ptr, b_ptr, out_ptr, N: tl.constexpr):
     """Operands of either type as tiles, a row, a column, a scalar and numbers, by every kind of operator."""
     rows, columns = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
@@ -184,6 +189,10 @@ def operators_kernel(a_ptr, b_ptr, out_ptr, N: tl.constexpr):
         # What a sum adds in turn follows the order in memory.
         tl.sum(tl.trans(a.to(tl.float32) / 7) + tl.load(b_ptr + columns).to(tl.float32) / 3, axis=1)[:, None] + rows,
         tl.sum(tl.where(a_row > 2, tl.trans(a.to(tl.float32) / 7), 0.1), axis=0)[None, :] + rows,
+        tl.full([N, N], 2.5, tl.float32) * a, tl.full([N, N], -0.0, tl.float32), tl.zeros([N, N], tl.int8) + b,
+        # In one order: another gives others.
+        tl.reduce(a.to(tl.float32) / 7, 1, less_half)[:, None] + rows,
+        tl.reduce(tl.trans(a.to(tl.float32)) / 7, 0, less_half, keep_dims=True) + rows,
     ):  # fmt: skip
         tl.store(place, value.to(tl.float64))
         place += N * N
@@ -202,7 +211,7 @@ def test_shortcuts_change_no_bit(left: str, monkeypatch: pytest.MonkeyPatch) -> 
     def run() -> list[np.ndarray]:
         found = []
         for b in operands:
-            out = np.full((43, 16, 16), UNWRITTEN)
+            out = np.full((48, 16, 16), UNWRITTEN)
             with interpreter.corrections():
                 operators_kernel[(1,)](*map(interpreter._pointer, (a, b, out)), N=16)
             found.append(out)

@@ -29,6 +29,7 @@ _choices: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 _casts: dict[tuple[str, str], tuple[tuple[Any, ...], np.dtype]] = {}
 _roundings: dict[tuple[str, str], tuple[Any, ...]] = {}
 _broadcasts: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+_fills: dict[tuple[Any, ...], tuple[np.ndarray, tuple[Any, ...]]] = {}
 
 # The numbers of each type whose operands are computed in it, whatever the operation.
 _RANGES: dict[Any, tuple[float, float]] = {kind.name: (-np.inf, np.inf) for kind in (tl.float32, tl.float64)}
@@ -104,6 +105,16 @@ class _Semantic(TritonSemantic):
         if key not in _choices:
             _choices[key] = _like(super().where(condition, x, y))
         return _tensor_of(np.where(*data), _choices[key])
+
+    def full(self, shape: Any, value: Any, dtype: Any) -> Any:
+        if type(value) not in (int, float):
+            return super().full(shape, value, dtype)
+        key = *(size.value if isinstance(size, tl.constexpr) else size for size in shape), dtype.name, repr(value)
+        if key not in _fills:
+            result = super().full(shape, value, dtype)
+            _fills[key] = result.handle.data, _like(result)
+        data, like = _fills[key]
+        return _tensor_of(data.copy(), like)
 
     def broadcast_impl_value(self, lhs: Any, rhs: Any) -> tuple[Any, Any]:
         left, right = lhs.type, rhs.type
