@@ -312,7 +312,7 @@ def _load(member: Any) -> Any:
         shape, dtype, masked, like = facts
         data = pointer.handle.data, mask.handle.data, other.handle.data if masked is None else masked
         whole = (array if array.shape == shape else np.broadcast_to(array, shape) for array in data)
-        return _tensor_of(_loaded(*whole, dtype), like)
+        return _tensor_of(_loaded(dtype, *whole), like)
 
     return call
 
@@ -330,7 +330,7 @@ def _memory(dtype: np.dtype) -> np.ndarray:
     return np.asarray(memory)
 
 
-def _loaded(pointers: np.ndarray, mask: np.ndarray, other: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def _loaded(dtype: np.dtype, pointers: np.ndarray, mask: np.ndarray, other: np.ndarray) -> np.ndarray:
     """What Triton's `load` gives."""
     if pointers.size >= _MANY:
         addresses = np.where(mask, pointers, _NOT_LOADED.ctypes.data).view(np.int64)
