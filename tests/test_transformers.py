@@ -132,7 +132,7 @@ def test_beams_and_drafts_of_another_model(device: str) -> None:
 @pytest.mark.parametrize(("kind", "how"), pairs(KEYED, ["none", "left"]))
 def test_indexer_keys_in_fp8(kind: str, how: str, device: str) -> None:
     """Bytes and scales are those of the model's own keys after any change, and most keys are selected as from these."""
-    model, tokens = build(kind, device), text(device, tokens=33)
+    model, tokens = build(kind, device, index_topk=16), text(device, tokens=33)
     mask = padded(tokens, how).get("attention_mask", torch.ones_like(tokens))
     caches = [transformers.DynamicCache(config=model.config), LatentCache(model.config, indexer_keys="fp8")]
     selected: list[torch.Tensor] = []
