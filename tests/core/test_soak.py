@@ -21,7 +21,7 @@ STEPS = 5000 if EVERYTHING else 800
 MOST = 520  # kernels of a list, each of which is compiled for seconds
 # A model by default on a Hopper GPU, and random configurations of it on others; `python -m tools.soak` has many more.
 DEFAULT = (0, H200, "torch")
-RANDOM = [(17, H200, "torch"), (2, B200, "jax"), (32, RTX_PRO_6000, "torch")]
+RANDOM = [(20, H200, "torch"), (2, B200, "jax"), (32, RTX_PRO_6000, "torch")]
 # The first model has all of them. Of the others, whose lists and steps are of the same classes, each has one in turn.
 SERVED = [
     (name, *served)

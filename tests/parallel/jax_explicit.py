@@ -63,7 +63,7 @@ def learn(q: jax.Array, keys: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def gradients(call: Callable[..., jax.Array], count: int) -> Callable[..., tuple[jax.Array, ...]]:
-    """Those of half the sum of squares, by the first `count` arrays: no operation of JAX's own is compiled for them."""
+    """Gradients of half the sum of squares by the first `count` arrays, with no operation of JAX's own."""
 
     def derived(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         out, pull = jax.vjp(lambda *own: call(*own, *arrays[count:]), *arrays[:count])

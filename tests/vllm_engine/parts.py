@@ -136,9 +136,9 @@ def written_behind() -> bool:
 
 
 def keys_written_behind() -> list[bool]:
-    """Of V3.2's fused kernel that leaves keys in MXFP4 to xmla.
+    """V3.2's fused kernel, which leaves keys in MXFP4 to xmla, beside the same that writes them in e4m3.
 
-    Whether its queries are the same, its tokens' keys alone are written, and these are those in e4m3 but for rounding.
+    Whether queries are the same, its tokens' keys alone are written, and those are the keys in e4m3 but for rounding.
     """
     tokens, slots = 5, torch.tensor([7, 0, -1])  # of rows that are padded
     generator = torch.Generator().manual_seed(2)

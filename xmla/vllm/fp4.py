@@ -83,7 +83,7 @@ def store_packed(cache: type) -> type:
 
 
 def write_keys_behind(fused: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The same kernel, which leaves keys in MXFP4 to xmla.
+    """vLLM's fused kernel of V3.2, which leaves keys in MXFP4 to xmla.
 
     It then gives the normalised and rotated keys, as for ranks that gather them. What serves GPUs without e4m3 writes
     them itself.
